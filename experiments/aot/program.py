@@ -26,7 +26,7 @@ from experiments.generation import ProgramOptions
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
 from varjax.core import sampling, stacked
-from varjax.core.drawing import Inputs, decode
+from varjax.core.drawing import Inputs
 from varjax.core.plan import CachePlan
 from varjax.core.sampling import Sampling
 from varjax.core.state import KVState
@@ -249,7 +249,7 @@ class Compilation:
         if mesh.num_devices > 1:
             names = self.way.names(self.spec, tables, mesh.model)
             given = networks, arguments[-1], names, options.kv_dtype
-            self.sharded = ShardedProgram.of(self.mesh, decode, *given)
+            self.sharded = ShardedProgram.of(self.mesh, *given)
         leaves, tree = jax.tree.flatten(networks)
         leaves, self.state, *self.arguments = self._placed(
             (tuple(leaves), state, *arguments), slice(None)

@@ -81,6 +81,8 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
     """Return the content of report.json. Byte counts are for one batch."""
     analysis, timing = generator.program.codes.memory_analysis(), generator.timing
     condition, warm = run.condition, timing.cache == "warm"
+    # what the cache carries beside K and V: positions, observations, states
+    carried = cost.tree_bytes(generator.program.codes.in_avals[0][1]) - generator.allocated_bytes
     # a device decodes in chunks of one size (`segments.map_in_chunks`)
     count = run.batch_size // run.program.mesh.data
     decoding, codec = run.program.build.decoding, run.model.codec
@@ -91,7 +93,7 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
         "resumed": store.resumed,
         "recipe": run.recipe,
         **environment(),
-        "kv": {**cache_report(generator), "bookkeeping_bytes": generator.bookkeeping_bytes},
+        "kv": {**cache_report(generator), "bookkeeping_bytes": carried},
         "remarks": list(run.remarks),
         "attention_flops_per_image": cost.attention_flops(generator.plan, generator.spec),
         "memory": {

@@ -22,7 +22,6 @@ from varjax.policies.registry import resolve_policy
 from varjax.text.features import TextFeatures
 from varjax.text.prompt_ids import PromptIds
 
-MESH_WANTED = "a MeshSpec of varjax.generation.mesh"
 USUAL_BATCH = 8  # images per call of the program, unless told otherwise
 
 
@@ -55,7 +54,8 @@ def plan(
         geometry = model.geometry_for(model.resolve_sampling(sampling))
         guidance = None if sampling is None else sampling.guidance
     found = calibration_lib.find(chosen, model, calibration, guidance)
-    groups = 1 if mesh is None else arguments.instance("mesh", mesh, MeshSpec, MESH_WANTED).model
+    words = "a MeshSpec of varjax.generation.mesh"
+    groups = 1 if mesh is None else arguments.instance("mesh", mesh, MeshSpec, words).model
     return plan_cache(geometry, chosen, found, groups=groups)
 
 

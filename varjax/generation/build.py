@@ -164,9 +164,6 @@ def _token_names(spec: TokenSpec, tables: tuple, groups: int) -> tuple:
     return jax.tree.map(lambda _: name, tables)
 
 
-# --- which of them ---
-
-
 class _Way(NamedTuple):
     """What building has of its own where a model draws scales, or tokens: functions above, and
     whether products have the few rows of one token (`program.compiler_options`)."""

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.experimental.layout import Format
 from jaxtyping import Array, PyTree
 
-from varjax.core.drawing import Inputs, State
+from varjax.core.drawing import Inputs, State, decode
 from varjax.generation import compilation_cache, pixels, program
 from varjax.generation.build import Build
 from varjax.generation.sharding import ShardedProgram
@@ -60,8 +60,7 @@ def flat(tree: jax.tree_util.PyTreeDef) -> Callable[..., tuple[dict[str, Array],
     def generate(
         weights: tuple[Array, ...], state: State, condition: PyTree, keys: Array, inputs: Inputs
     ) -> tuple[dict[str, Array], State]:
-        told = condition, keys, inputs.tables, inputs.given
-        return inputs.spec.generate(tree.unflatten(weights), state, *told)
+        return decode(tree.unflatten(weights), state, condition, keys, inputs)
 
     return generate
 
@@ -127,8 +126,9 @@ class Program:
         )
         # one program: operations alone are compiled one by one
         empty = jax.jit(empty_state, **({"out_shardings": where} if where else {}))
-        decode = traced.lower().compile(compiler_options=pixels.compiler_options(platform))
-        return cls(codes, decode, empty, came, formats, sharded)
+        options = pixels.compiler_options(platform)
+        decoded = traced.lower().compile(compiler_options=options)
+        return cls(codes, decoded, empty, came, formats, sharded)
 
     def draw(
         self, weights: Weights, state: State, arguments: tuple, *, keep_cache: bool

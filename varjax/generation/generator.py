@@ -17,7 +17,7 @@ from varjax.calibration.data import Calibration
 from varjax.conditions import Condition
 from varjax.core import arguments, stacked
 from varjax.core import sampling as sampling_lib
-from varjax.core.drawing import Inputs, State, decode
+from varjax.core.drawing import Inputs, State
 from varjax.core.errors import UserError
 from varjax.core.given import Given
 from varjax.core.plan import CachePlan
@@ -168,11 +168,6 @@ class Generator:
     def allocated_bytes(self) -> int:
         """Bytes of the arrays that hold K and V among the compiled program's arguments."""
         return cost.tree_bytes(self.plan.kv_arrays(self.program.codes.in_avals[0][1]))
-
-    @property
-    def bookkeeping_bytes(self) -> int:
-        """Bytes of everything else that the cache carries: positions, observations, states."""
-        return cost.tree_bytes(self.program.codes.in_avals[0][1]) - self.allocated_bytes
 
     # --- running ----------------------------------------------------------------------------------
 
@@ -338,7 +333,7 @@ class Generator:
         devices = every if self.mesh.num_devices == len(every) else jax.local_devices()
         mesh, way = make_mesh(vars(self.mesh), devices), builds.WAYS[self.plan.geometry.kind]
         tables = way.names(self.spec, inputs.tables, self.mesh.model)
-        found = ShardedProgram.of(mesh, decode, self.networks, inputs, tables, self.kv_dtype)
+        found = ShardedProgram.of(mesh, self.networks, inputs, tables, self.kv_dtype)
         self.networks = sharded_weights.place(self.networks, found.shardings[0])
         self.model, self._weights = self.model.abstract(), Weights(self.networks)
         return found

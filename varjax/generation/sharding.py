@@ -8,7 +8,7 @@ exchanged. An image does not depend on how a batch is split.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
+from varjax.core.drawing import Inputs, decode
 from varjax.core.errors import UserError
 from varjax.core.plan import CachePlan
 from varjax.fast.stored import Leaf
@@ -31,15 +32,14 @@ _unchecked = partial(jax.shard_map, check_vma=False)
 
 @dataclass(frozen=True, eq=False)
 class ShardedProgram:
-    """The program that draws codes (`varjax.core.decode`), for a mesh.
+    """The program that draws codes (`varjax.core.decode`, which every device runs on its share),
+    for a mesh.
 
-    decode: `varjax.core.decode`, which every device runs on its share.
     tree: the structure of the networks.
     specs: `PartitionSpec`s of the arguments (weights, state, condition, keys, inputs).
     """
 
     mesh: Mesh
-    decode: Callable
     tree: jax.tree_util.PyTreeDef
     specs: tuple
 
@@ -47,15 +47,14 @@ class ShardedProgram:
     def of(
         cls,
         mesh: Mesh,
-        decode: Callable,
         networks: Mapping[str, nnx.Module],
-        inputs: Any,
+        inputs: Inputs,
         tables: PyTree[P],
         kv_dtype,
     ) -> "ShardedProgram":
         """Divide every array by the names of its axes (`varjax.generation.logical_axes.RULES`).
 
-        networks, inputs (`drawing.Inputs`): may be shapes. tables: names of the tables of these
+        networks, inputs: may be shapes. tables: names of the tables of these
         (`build.WAYS`). kv_dtype: type of the pool.
         """
         images = P(IMAGES)
@@ -64,7 +63,7 @@ class ShardedProgram:
         flat = tuple(jax.tree.leaves(weights.names(networks)))
         names = flat, state, images, images, replace(inputs, tables=tables, given=given)
         specs = jax.tree.map(lambda a: mesh_spec(a, mesh.axis_names), names)
-        return cls(mesh, decode, jax.tree.structure(networks), specs)
+        return cls(mesh, jax.tree.structure(networks), specs)
 
     def __call__(self, *arguments):
         state, spec = self.specs[1], self.specs[-1].spec
@@ -74,7 +73,7 @@ class ShardedProgram:
             if self.mesh.shape[MODEL] > 1:
                 divided = networks["transformer"].over(MODEL)
                 networks = {**networks, "transformer": divided}
-            return self.decode(networks, *more)
+            return decode(networks, *more)
 
         names = ["tokens", "code_map"] + ["logits"] * spec.keep_logits
         results = {name: P(DATA) for name in names}

@@ -142,8 +142,6 @@ class LlamaGenConfig(DecoderConfig):
         """Whether there is a condition that stands for none; texts always have one."""
         return self.condition == "text" or self.class_dropout_prob > 0
 
-    # --- sampling ---------------------------------------------------------------------------------
-
     def check_sampling(self, sampling: Sampling) -> Sampling:
         super().check_sampling(sampling)
         if self.is_guided(sampling) and not self.has_unconditional:
@@ -271,8 +269,6 @@ class LlamaGen(LlamaDecoder):
         waves = rotation_table(self.config)
         cos, sin = (jnp.asarray(wave)[index + self.config.cls_token_num] for wave in waves)
         return cos, sin
-
-    # --- one layer --------------------------------------------------------------------------------
 
     def project(self, block: LlamaBlock, rotation: tuple, x: Float[Array, "R T D"]) -> Projection:
         h = self.rms_norm(x, block.attention_norm)

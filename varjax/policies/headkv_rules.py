@@ -82,8 +82,6 @@ class HeadKVScales(SinkScales):
         protected, recent = self.protected(geometry, budget), self._recent(geometry, budget)
         return RegionAllocation(capacity, protected=protected, recent=recent)
 
-    # --- device -----------------------------------------------------------------------------------
-
     def inputs(self, geometry: Geometry, allocation: RegionAllocation, image_index: np.ndarray):
         """int32 [K, L, 2]: protected tokens and recent tokens, both static."""
         return per_layer(geometry, np.int32([allocation.protected, allocation.recent]))
@@ -125,8 +123,6 @@ class HeadKVTokens(WindowedRule):
         return f"global_heads={number}" if number else None
 
     local_window = property(attrgetter("policy.window"))
-
-    # --- host -------------------------------------------------------------------------------------
 
     def check(self, geometry: Geometry) -> None:
         super().check(geometry)
@@ -175,8 +171,6 @@ class HeadKVTokens(WindowedRule):
         when = "never" if group is None else f"after {(group + 1) * period} image tokens"
         grouping = f"grouping  {when}; local heads see the newest {self.policy.window}"
         return [*super().plan_lines(geometry), grouping]
-
-    # --- device -----------------------------------------------------------------------------------
 
     def regroup(self, obs: Observation):
         """1 where a head is local: its newest `window` tokens gather `threshold` of the newest

@@ -73,8 +73,6 @@ class TableTokens(TokenRule):
     policy: "Table"
     inputs_heads = 1  # [R or 1, N, image tokens]
 
-    # --- arguments --------------------------------------------------------------------------------
-
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "Table":
         """With the period that gives the file's number of stages."""
         table, sequence = self.policy, geometry.schedule
@@ -108,8 +106,6 @@ class TableTokens(TokenRule):
                 f"visible again at stage {s + 1}: what is dropped cannot return"
             )
 
-    # --- sizes and contents -----------------------------------------------------------------------
-
     def _visible(self, geometry: Geometry) -> np.ndarray:
         """bool [K, L, (rows,) N, image tokens]: what each stage may see."""
         table, token = self.policy, np.arange(geometry.schedule.image_tokens)
@@ -142,8 +138,6 @@ class TableTokens(TokenRule):
         if self.policy.per_row:
             return following[:, :, self.policy.rows_of(geometry, image_index)]
         return following[:, :, None]
-
-    # --- device -----------------------------------------------------------------------------------
 
     def select(self, obs: Observation):
         kept = jnp.broadcast_to(obs.inputs, (*obs.position.shape[:2], obs.inputs.shape[-1]))
@@ -239,8 +233,6 @@ class Table(StagedPolicy):
         """int: the file's rows of these images, conditional ones first."""
         images = self.stored[1].shape[2] // 2
         return np.concatenate([image_index + i * images for i in range(geometry.rows_per_image)])
-
-    # --- what runs ask ----------------------------------------------------------------------------
 
     def content(self) -> str:
         """SHA-256 of the table, so that a run is not continued with another one."""
