@@ -79,14 +79,12 @@ class Quantized(Matrix):
         axis: str | None = None,
         activation: Activation | None = None,
     ) -> Float[Array, "... D_out"]:
-        """`x @ matrix`, summed up in float32.
+        """`x @ matrix`, summed up in float32. `NotImplementedError`: the device that is traced for
+        does not multiply in this scheme.
 
         dtype: of the result; None: of `x`.
         axis: of the mesh, over whose devices `D_in` is divided: they scale a row alike.
         activation: applied to `x` first.
-
-        Raises:
-          NotImplementedError: the device that is traced for does not multiply in this scheme.
         """
         rows, kind = x.reshape(-1, x.shape[-1]), dtype or x.dtype
         if self.scheme.activations:
@@ -116,11 +114,8 @@ class Quantized(Matrix):
 
     def sums(self, x: Rows8) -> Sums:
         """The product of rows that are in 8 bits already, with its scales still to come. The sums
-        are rounded to the type of the rows; those of int8 are int32.
-
-        Raises:
-          NotImplementedError: as in `product`.
-        """
+        are rounded to the type of the rows; those of int8 are int32. `NotImplementedError`: as in
+        `product`."""
         found = self._multiply(x.numbers.reshape(-1, x.shape[-1]), x.dtype)
         if found.dtype != jnp.int32:
             found = found.astype(x.dtype)
@@ -203,11 +198,8 @@ def matrices(transformer: nnx.Module) -> dict[str, nnx.Variable]:
 
 def convert(transformer: nnx.Module, scheme: Scheme = SCHEMES[INT8]) -> None:
     """Replaces its matrices (`matrices`) by 8-bit ones, stacked, parameter by parameter. Arrays of
-    a device go back to the default device.
-
-    Raises:
-      UserError: the widths of a matrix do not fit the scheme; nothing is replaced then.
-    """
+    a device go back to the default device. `UserError`: the widths of a matrix do not fit the
+    scheme; nothing is replaced then."""
     wanted = matrices(transformer)
     for name, variable in wanted.items():
         check_widths(scheme, name, variable.get_value().shape)

@@ -98,11 +98,9 @@ def _reason(scheme: Scheme, device: str) -> str:
 
 def check_widths(scheme: Scheme, name: str, shape: Sequence[int], where: str = "") -> None:
     """Refuses a matrix [..., D_in, D_out] whose widths a chip cannot multiply in this scheme.
+    `UserError`: the matrix, its widths, and what to do.
 
     where: which part of a matrix it is, for the message.
-
-    Raises:
-      UserError: the matrix, its widths, and what to do.
     """
     if scheme.activations and any(width % WIDTHS for width in shape[-2:]):
         raise UserError(

@@ -38,12 +38,10 @@ def measure(
     progress: Callable[[int], None] = lambda done: None,
 ) -> Calibration:
     """Measurements averaged over the conditional rows of `runs` times the images of `condition`.
+    `UserError`: an argument that cannot work, or a model that gives no finite numbers.
 
     Image i of run r depends on (seed + r, i, label). With several runs, `rank_dispersion` says how
     much the removal orders of the single runs differ.
-
-    Raises:
-      UserError: an argument that cannot work, or a model that gives no finite numbers.
     """
     check_scales(check_model(model))
     runs = integer("runs", runs, 1, 10**6)

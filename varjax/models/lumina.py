@@ -213,12 +213,8 @@ class LuminaConfig(LlamaConfig):
 def image_ids(names: Mapping[str, int]) -> tuple[int, ...]:
     """The id of every code, in the order of codes. names: {name: id}, of all tokens. Published
     vocabularies name the token of a code by its number: `IMGIMG`, a letter per digit (A is 0, J is
-    9), and `Z`. The ids of these names are in no order.
-
-    Raises:
-      UserError: there are no codes, some are missing, or two names have one id or stand for one
-        code.
-    """
+    9), and `Z`. The ids of these names are in no order. `UserError`: there are no codes, some are
+    missing, or two names have one id or stand for one code."""
     if not isinstance(names, Mapping):
         raise UserError(f"{show(names)} given: names and ids are needed")
     found: dict[int, int] = {}
@@ -250,13 +246,11 @@ def units_of(area: int) -> list[tuple[int, int]]:
 def units_for(
     aspect: float | str | None, size: str | None, units: tuple[int, int], unit: int
 ) -> tuple[int, int]:
-    """Height and width in units of a size in pixels, "768x512" or "512" for a square.
+    """Height and width in units of a size in pixels, "768x512" or "512" for a square. `UserError`:
+    `aspect` is given, or the size is none of the model's; the message lists these.
 
     units: those of the model as it is; their product is its area.
     unit: pixels of a side of one; 32 in released models.
-
-    Raises:
-      UserError: `aspect` is given, or the size is none of the model's; the message lists these.
     """
     if aspect is not None:
         raise UserError(f"aspect={show(aspect)}: Lumina-mGPT takes size=HEIGHTxWIDTH in pixels")

@@ -158,11 +158,7 @@ class Model:
 
     def check_geometry(self, planned: Geometry, sampling: Sampling) -> None:
         """Refuses the geometry of a plan for another model. For another number of rows,
-        `generation.build.specify` says what to do.
-
-        Raises:
-          UserError: what differs.
-        """
+        `generation.build.specify` says what to do. `UserError`: what differs."""
         own, whole = (self.geometry_for(sampling, one_slot=flag) for flag in (True, False))
         if planned.schedule == whole.schedule:  # every token of the condition in its own slot
             own = whole

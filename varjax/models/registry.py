@@ -205,12 +205,10 @@ def register(
 def own_parts(
     name: str, wanted: Mapping[str, nnx.Module], dtypes: Mapping[str, str]
 ) -> dict[str, nnx.Module]:
-    """The modules of an own model with their arrays.
+    """The modules of an own model with their arrays. `UserError`: what the user's function gives is
+    not that.
 
     wanted: abstract modules. dtypes: of floating parameters, by part; float32 if it is not named.
-
-    Raises:
-      UserError: what the user's function gives is not that.
     """
     given, found = PRESETS[name].weights(), {}
     for part, abstract in wanted.items():

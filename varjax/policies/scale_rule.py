@@ -48,11 +48,7 @@ class ScaleRule(Rule):
 
     def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> Allocation:
         """The allocation with which `select` fills capacities int32 [K, L, N] that another policy
-        has decided (compositions).
-
-        Raises:
-          UserError: the contents of this policy are not a selection.
-        """
+        has decided (compositions). `UserError`: the contents of this policy are not a selection."""
         if not self.selects:
             raise UserError(
                 f"policy {self.policy.name!r} cannot select for another one: its contents are "
@@ -93,11 +89,8 @@ def measured(
     what: str,
     give: str = CALIBRATE,
 ) -> np.ndarray:
-    """float64: measurement `name` of this model, which the policy cannot do without.
-
-    Raises:
-      UserError: `what` the policy has to know is not there, with what to `give` for it.
-    """
+    """float64: measurement `name` of this model, which the policy cannot do without. `UserError`:
+    `what` the policy has to know is not there, with what to `give` for it."""
     if getattr(calibration, name, None) is None:
         lacks = "" if calibration is None else f", and the calibration holds no {name}"
         raise UserError(f"policy {policy.name!r} needs to know {what}{lacks}: give {give}")

@@ -45,10 +45,7 @@ def published_tokens(
     path: str, entries: dict[int, dict[str, int]], geometry: Geometry
 ) -> np.ndarray:
     """int [K, L]: tokens per head when each scale starts, by a file's entries (`read_budgets`).
-
-    Raises:
-      UserError: the file is for another model.
-    """
+    `UserError`: the file is for another model."""
 
     def require(fits: bool, reason: str) -> None:
         if not fits:

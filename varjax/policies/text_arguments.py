@@ -26,11 +26,8 @@ def argument_types(cls: type[Policy]) -> dict[str, str]:
 
 def read(cls: type[Policy], given: dict[str, str]) -> dict[str, object]:
     """Values of a policy's fields from the texts of `--policy_args`. A policy whose arguments are
-    not all fields has a method `from_arguments` that does it (`compose`).
-
-    Raises:
-      UserError: an argument is unknown or malformed.
-    """
+    not all fields has a method `from_arguments` that does it (`compose`). `UserError`: an argument
+    is unknown or malformed."""
     own = getattr(cls, "from_arguments", None)
     return read_fields(cls, given) if own is None else own(given)
 

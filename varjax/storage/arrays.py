@@ -98,11 +98,8 @@ def totals(arrays: Mapping) -> dict:
 
 
 def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes {name: array} into a new `folder`; '/' in names makes branches of the tree.
-
-    Raises:
-      OSError: it cannot be written, for example because the disk is full. Nothing is left of it.
-    """
+    """Writes {name: array} into a new `folder`; '/' in names makes branches of the tree. `OSError`:
+    it cannot be written, for example because the disk is full. Nothing is left of it."""
     import orbax.checkpoint as ocp  # here: 0.2 to 0.4 s that commands without weights save
 
     registry = ocp.type_handlers.create_type_handler_registry(

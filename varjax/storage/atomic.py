@@ -32,11 +32,8 @@ Written = Callable[[Path], Collection[str] | None]
 
 def check_new_file(path: str | os.PathLike, *, overwrite: bool, flag: str = "path") -> Path:
     """`path` as it was given, if a file may be written there now. flag: its name in messages.
-
-    Raises:
-      UserError: it exists and may not be replaced or is no file; its folder does not exist or
-        cannot be written.
-    """
+    `UserError`: it exists and may not be replaced or is no file; its folder does not exist or
+    cannot be written."""
     target = check_place(path, kind="file", flag=flag)
     if os.path.lexists(target) and not overwrite and not target.is_dir():
         raise UserError(f"{path} exists already: choose another file or set overwrite")
@@ -51,14 +48,12 @@ def check_new_file(path: str | os.PathLike, *, overwrite: bool, flag: str = "pat
 def check_new_folder(
     path: str | os.PathLike, *, replaces: Written | None = None, flag: str = "path"
 ) -> Path:
-    """Absolute path of a folder that may be created now. flag: its name in messages.
+    """Absolute path of a folder that may be created now. flag: its name in messages. `UserError`:
+    it exists and may not be replaced, or its parent cannot be written.
 
     replaces: names the files that were written into an older folder. That folder may be replaced if
       it holds nothing but these files, the folders that lead to them, and no links. None: there may
       be no older folder.
-
-    Raises:
-      UserError: it exists and may not be replaced, or its parent cannot be written.
     """
     target = check_place(path, kind="folder", flag=flag)
     if os.path.lexists(target) and replaces is None:
@@ -90,10 +85,7 @@ def _foreign(folder: Path, written: set[str]) -> Iterator[str]:
 
 def check_place(path: str | os.PathLike, *, kind: str = "folder", flag: str = "path") -> Path:
     """Absolute path of a file or folder (`kind`) whose nearest existing parent can be written.
-
-    Raises:
-      UserError: an empty or impossible path, a parent that is a file or may not be written.
-    """
+    `UserError`: an empty or impossible path, a parent that is a file or may not be written."""
     text = os.fsdecode(path)
     if not text.strip():
         raise UserError(f"{text!r} is no {kind}: write its name, for example {flag}={kind.upper()}")
@@ -118,11 +110,8 @@ def check_place(path: str | os.PathLike, *, kind: str = "folder", flag: str = "p
 
 @contextlib.contextmanager
 def new_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
-    """A binary file to fill, which becomes `path` on success and vanishes on any error.
-
-    Raises:
-      OSError: no such folder, no write permission, no space left.
-    """
+    """A binary file to fill, which becomes `path` on success and vanishes on any error. `OSError`:
+    no such folder, no write permission, no space left."""
     target = Path(path)
     work = _hidden(target)
     with _errors_name(path, target), exits_when_terminated():
@@ -145,13 +134,11 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 @contextlib.contextmanager
 def new_folder(path: str | os.PathLike, *, replaces: Written | None = None) -> Iterator[Path]:
     """An empty folder to fill, which becomes `path` on success and vanishes on any error.
+    `UserError`: see `check_new_folder`. `OSError`: no space is left, or something else goes wrong
+    in between.
 
     An old folder, which `replaces` must know (`check_new_folder`), stays in place until the new one
     is complete.
-
-    Raises:
-      UserError: see `check_new_folder`.
-      OSError: no space is left, or something else goes wrong in between.
     """
     target = check_new_folder(path, replaces=replaces)
     made = [parent for parent in target.parents if not parent.exists()]  # deepest first

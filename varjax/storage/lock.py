@@ -15,12 +15,8 @@ NAME = "lock"  # the file in the folder, which is there as long as somebody hold
 @contextlib.contextmanager
 def held(folder: str | os.PathLike, message: str) -> Iterator[None]:
     """Holds `folder` while the block runs; the system releases it if the process dies. The folder
-    is made if it is not there, and removed again if it is empty at the end.
-
-    Raises:
-      UserError: `message`, if another process holds it.
-      OSError: the folder or a file in it cannot be made.
-    """
+    is made if it is not there, and removed again if it is empty at the end. `UserError`: `message`,
+    if another process holds it. `OSError`: the folder or a file in it cannot be made."""
     folder = Path(folder)
     made = [path for path in (folder, *folder.parents) if not path.exists()]  # deepest first
     folder.mkdir(parents=True, exist_ok=True)

@@ -19,10 +19,7 @@ _DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", re.IGNORECASE)  # o
 
 def inside(folder: Path, name: str) -> Path:
     """The path of `name` in `folder`; slashes divide the names of folders and the file.
-
-    Raises:
-      UserError: a part that leads elsewhere or is no name on every usual file system.
-    """
+    `UserError`: a part that leads elsewhere or is no name on every usual file system."""
     parts = name.split("/")
     for part in parts:
         if problem := _problem(part):

@@ -28,14 +28,11 @@ def names(path: str | os.PathLike) -> list[str]:
 def load(
     path: str | os.PathLike, wanted: Collection[str], largest: int = LARGEST
 ) -> dict[str, np.ndarray]:
-    """The arrays of a file that have one of these names.
+    """The arrays of a file that have one of these names. `UserError`: the file is no ordinary one,
+    is damaged, holds arrays of objects, or unpacks to too much.
 
     largest: bytes up to which an array is read however small it was packed. A larger array may have
       been packed to 1/64 of its size, but not to less.
-
-    Raises:
-      UserError: the file is no ordinary one, is damaged, holds arrays of objects, or unpacks to too
-        much.
     """
     found = {}
     with _readable(path), _opened(path) as (archive, members):
@@ -56,12 +53,8 @@ def load(
 
 class Rows:
     """An array of a file that is read a few rows at a time, so that it never lies in memory as a
-    whole. shape, dtype: of the whole array.
-
-    Raises:
-      UserError: the file is no ordinary one or is damaged; there is no such array, or it has no
-        rows.
-    """
+    whole. shape, dtype: of the whole array. `UserError`: the file is no ordinary one or is damaged;
+    there is no such array, or it has no rows."""
 
     def __init__(self, path: str | os.PathLike, name: str):
         self.path, self._stack = path, contextlib.ExitStack()

@@ -56,10 +56,7 @@ def check_finite(images: np.ndarray) -> None:
 
 def picture_files(folders: Iterable[Path], endings: Sequence[str] = ENDINGS) -> Iterator[Path]:
     """Gives the pictures below folders whose names end like that; what is hidden is left out.
-
-    Raises:
-      UserError: there are pictures of other kinds. None is left out in silence.
-    """
+    `UserError`: there are pictures of other kinds. None is left out in silence."""
     others, first = Counter(), None
     for path in (path for folder in folders for path in _below(folder)):
         ending = path.suffix.lower()
@@ -89,12 +86,10 @@ def _below(folder: Path) -> Iterator[Path]:
 def read_picture(
     source: str | os.PathLike | bytes, name: str, heads: Mapping[str, bytes] = HEADS
 ) -> UInt8[np.ndarray, "H W 3"]:
-    """Reads a picture as it is looked at: turned upright, transparency on white.
+    """Reads a picture as it is looked at: turned upright, transparency on white. `UserError`: no
+    such file, no picture, or one that is too large.
 
     source: a file, or its content. name: what messages call it. heads: of formats that are read.
-
-    Raises:
-      UserError: no such file, no picture, or one that is too large.
     """
     with opened(source, name, heads) as picture:
         clear = picture.info.get("transparency")  # lost with the lower bits of 16
@@ -112,11 +107,8 @@ def read_picture(
 
 def read_mask(source: str | os.PathLike | bytes, name: str) -> Bool[np.ndarray, "H W"]:
     """Reads a mask: True where it is white, or where it is transparent if anything of it is. It is
-    turned upright by what its own file says, as pictures are.
-
-    Raises:
-      UserError: as `read_picture`; or something is neither black nor white.
-    """
+    turned upright by what its own file says, as pictures are. `UserError`: as `read_picture`; or
+    something is neither black nor white."""
     with opened(source, name) as picture:
         picture = _pillow("ImageOps").exif_transpose(picture)
         if picture.has_transparency_data:

@@ -47,11 +47,8 @@ FLATTEST, TALLEST = 0.25, 4.0  # height / width for which the nearest template s
 def resolve(aspect: float | str, size: str) -> dict:
     """The template nearest to `aspect` = height / width, at `size`, as fields of `InfinityConfig`:
     `schedule`, maps of transformer tokens, and `rope_map` (`rope_positions`), the template's last
-    map at 1M.
-
-    Raises:
-      UserError: for an unknown size, and for an aspect that is no number or outside 0.25 to 4.
-    """
+    map at 1M. `UserError` for an unknown size, and for an aspect that is no number or outside 0.25
+    to 4."""
     try:  # a flag's text, or a number
         ratio = float(aspect) if isinstance(aspect, str) else real("aspect", aspect)
     except ValueError:  # a `UserError` is one

@@ -89,11 +89,8 @@ class LPIPS(nnx.Module):
             setattr(self, f"head_{number}", nnx.Param(jnp.zeros((widths[group[-1]],))))
 
     def activations(self, images: Float[Array, "B H W 3"]) -> list[Float[Array, "B h w C"]]:
-        """Activations of the five taps for pictures in 0..1.
-
-        Raises:
-          UserError: pictures that are too small for the network.
-        """
+        """Activations of the five taps for pictures in 0..1. `UserError`: pictures that are too
+        small for the network."""
         check_size(self.config, *images.shape[1:3])
         x, taps = (2 * images - 1 - np.float32(SHIFT)) / np.float32(SCALE), []
         with jax.default_matmul_precision("highest"):
