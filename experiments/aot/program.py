@@ -36,7 +36,7 @@ from varjax.generation import memory, pixels
 from varjax.generation import program as programs
 from varjax.generation.compiled import Weights, flat
 from varjax.generation.cost import Cost, device_bytes, program_cost, times_read
-from varjax.generation.logical_axes import make_mesh
+from varjax.generation.mesh import make_mesh
 from varjax.generation.sharding import ShardedProgram
 from varjax.models.model import Model
 from varjax.storage import parameters

@@ -19,8 +19,7 @@ from experiments import processes
 from experiments.evaluation import resizing
 from varjax.core.errors import UserError, about
 from varjax.generation import hosts
-from varjax.generation.logical_axes import IMAGES, make_mesh, mesh_spec
-from varjax.generation.mesh import MeshSpec
+from varjax.generation.mesh import IMAGES, MeshSpec, make_mesh, mesh_spec
 from varjax.generation.sharding import place
 from varjax.models.judges import JUDGES, classifier, inception, lpips
 from varjax.models.model import Model

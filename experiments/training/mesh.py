@@ -20,8 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from varjax.core.errors import UserError
 from varjax.generation import hosts
-from varjax.generation.logical_axes import IMAGES, by_longest, make_mesh, shardings
-from varjax.generation.mesh import REST, axis_sizes
+from varjax.generation.mesh import IMAGES, REST, axis_sizes, by_longest, make_mesh, shardings
 
 AXES = {"data": "pictures", "fsdp": "pictures, parameters and optimizer state"}
 DATA, FSDP = AXES

@@ -23,8 +23,7 @@ import numpy as np
 import varjax
 from varjax.fast import arrange, quantized
 from varjax.generation import weights
-from varjax.generation.logical_axes import make_mesh, shardings
-from varjax.generation.mesh import MeshSpec
+from varjax.generation.mesh import MeshSpec, make_mesh, shardings
 from varjax.models import registry
 from varjax.storage import checkpoint, parameters
 

@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from varjax.generation import logical_axes as axes
+from varjax.generation import mesh as axes
 
 DRAWING, TRAINING = (axes.DATA, axes.MODEL), (axes.DATA, axes.FSDP)
 

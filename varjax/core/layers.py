@@ -22,7 +22,7 @@ from pallas_kernels.projection import Projection, layer_norm, modulate
 
 __all__ = ["layer_norm", "modulate"]  # besides what is defined here
 
-# What axes of parameters count that devices may share (`Split`); `varjax.generation.logical_axes`
+# What axes of parameters count that devices may share (`Split`); `varjax.generation.mesh`
 # says which.
 HEADS = "heads"  # of attention: widths of layers, blocks of a pool, tables of a cache
 HIDDEN = "hidden"  # the width of the feed-forward
@@ -96,7 +96,7 @@ class Split:
     """The division of a parameter.
 
     axis: the axis of the array that is divided.
-    name: what the axis counts (`varjax.generation.logical_axes`), which says over which devices.
+    name: what the axis counts (`varjax.generation.mesh`), which says over which devices.
     parts: relative widths of the sections that this axis consists of, each divided by itself: (2,
       1, 1) for two queries, a key and a value of every head side by side.
     """

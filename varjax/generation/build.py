@@ -25,8 +25,7 @@ from varjax.core.sequence import AUTO, SCALES, SCAN, TOKENS, Schedule
 from varjax.core.step import cache_step
 from varjax.core.tokens import TokenSpec, token_step
 from varjax.fast import arrange, quantized
-from varjax.generation.logical_axes import HEADS
-from varjax.generation.mesh import MeshSpec
+from varjax.generation.mesh import HEADS, MeshSpec
 from varjax.generation.pixels import Decoding
 
 UNROLL = "unroll"
@@ -142,7 +141,7 @@ def _separate_layers(
     arrange.separate(transformer.blocks, transformer.once, turned=turned)
 
 
-# --- names of axes (`varjax.generation.logical_axes`), in place of every array of a program's
+# --- names of axes (`varjax.generation.mesh`), in place of every array of a program's
 # tables ---
 
 

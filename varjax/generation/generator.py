@@ -30,8 +30,7 @@ from varjax.generation import compilation_cache, cost, hosts, memory, program, s
 from varjax.generation import weights as sharded_weights
 from varjax.generation.build import Build, pool_dtype
 from varjax.generation.compiled import Program, Weights
-from varjax.generation.logical_axes import make_mesh
-from varjax.generation.mesh import MeshSpec
+from varjax.generation.mesh import MeshSpec, make_mesh
 from varjax.generation.progress import reporter
 from varjax.generation.sharding import ShardedProgram
 from varjax.models.model import Model, check_model

@@ -22,8 +22,7 @@ from varjax.core.errors import UserError
 from varjax.core.plan import CachePlan
 from varjax.fast.stored import Leaf
 from varjax.generation import hosts, weights
-from varjax.generation.logical_axes import DATA, HEADS, IMAGES, MODEL, mesh_spec
-from varjax.generation.mesh import MeshSpec
+from varjax.generation.mesh import DATA, HEADS, IMAGES, MODEL, MeshSpec, mesh_spec
 
 Tree = TypeVar("Tree")  # anything that JAX takes for a tree of arrays
 # results along `model` are equal on all devices because of the sums per layer
@@ -52,7 +51,7 @@ class ShardedProgram:
         tables: PyTree[P],
         kv_dtype,
     ) -> "ShardedProgram":
-        """Divide every array by the names of its axes (`varjax.generation.logical_axes.RULES`).
+        """Divide every array by the names of its axes (`varjax.generation.mesh.RULES`).
 
         networks, inputs: may be shapes. tables: names of the tables of these
         (`build.WAYS`). kv_dtype: type of the pool.
@@ -126,7 +125,7 @@ def check_plan(plan: CachePlan, spec: MeshSpec) -> None:
 
 
 def _state_names(plan: CachePlan, groups: int, dtype) -> PyTree[P]:
-    """Return the plan's cache with names of its axes (`varjax.generation.logical_axes`) in place of
+    """Return the plan's cache with names of its axes (`varjax.generation.mesh`) in place of
     every array. groups: of heads. dtype: type of the pool."""
     # Axes are found by comparison: that of rows in the cache of two images, those that devices
     # divide in the cache of one of them. The type of queries and keys that a policy observes does

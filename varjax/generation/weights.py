@@ -94,7 +94,7 @@ def check_weights(networks: Mapping[str, nnx.Module], spec: MeshSpec) -> None:
 
 
 def names(networks: Mapping[str, nnx.Module]) -> PyTree[P]:
-    """Logical names of the axes of every array (`varjax.generation.logical_axes`)."""
+    """Logical names of the axes of every array (`varjax.generation.mesh`)."""
 
     def of(leaf: Leaf, split: Split | None) -> P:
         if split is None:

@@ -9,7 +9,7 @@ import pytest
 from experiments.training import session
 from experiments.training.mesh import AXES, TrainingMesh
 from varjax.core.errors import UserError
-from varjax.generation.logical_axes import by_longest, mesh_spec
+from varjax.generation.mesh import by_longest, mesh_spec
 
 
 @pytest.mark.slow
