@@ -29,6 +29,7 @@ from varjax.core import sampling, stacked
 from varjax.core.drawing import Inputs
 from varjax.core.plan import CachePlan
 from varjax.core.sampling import Sampling
+from varjax.core.sequence import TOKENS
 from varjax.core.state import KVState
 from varjax.core.token_state import LayerCache
 from varjax.generation import build as builds
@@ -221,8 +222,8 @@ class Compilation:
         # operation takes its own best, unless the user named one or the best was refused
         best = implementations.choices(chip.platform, chip.capability)[0]
         own = options.build.attention or workload.attention != best
-        self.way = builds.WAYS[plan.geometry.kind]
-        free = self.way.few_rows and not own
+        self.by_token = plan.geometry.kind == TOKENS
+        free = self.by_token and not own
         self.spec = builds.specify(
             networks,
             plan,
@@ -234,7 +235,7 @@ class Compilation:
         )
         predict_for = partial(workload.predict, batch_size // mesh.data, chip.platform)
         layers = memory.layers_that_fit(options.build.layers, predict_for, chip.memory)
-        self.way.arrange(networks, layers, chip.platform, mesh.model)
+        builds.arrange_layers(networks, layers, chip.platform, mesh.model)
         apart = stacked.is_separate(networks["transformer"])
         self.layers = builds.UNROLL if apart else builds.SCAN
         dtypes = map(jnp.dtype, (options.kv_dtype, options.dtype))
@@ -247,8 +248,7 @@ class Compilation:
         code_map = jax.ShapeDtypeStruct((batch_size, *model.code_map), jnp.float32)
         self.sharded = None
         if mesh.num_devices > 1:
-            names = self.way.names(self.spec, tables, mesh.model)
-            given = networks, arguments[-1], names, options.kv_dtype
+            given = networks, arguments[-1], options.kv_dtype
             self.sharded = ShardedProgram.of(self.mesh, *given)
         leaves, tree = jax.tree.flatten(networks)
         leaves, self.state, *self.arguments = self._placed(
@@ -270,7 +270,7 @@ class Compilation:
         precision = self.workload.program.build.matmul_precision
         trace = partial(programs.trace_codes, *given, precision, auto_layout=self.automatic)
         stored = self.workload.model.weights_dtype
-        how = {"few_rows": self.way.few_rows, "weights_dtype": stored}
+        how = {"few_rows": self.by_token, "weights_dtype": stored}
         options = programs.compiler_options(self.chip.platform, **how)
         carried = carried_arrays(self.state, self.workload.plan.kv_arrays(self.state))
         self.codes = compile_program(trace, self.networks, options, carried, self.mesh)

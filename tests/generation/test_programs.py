@@ -11,9 +11,8 @@ from tests.models_under_test import checkpoint_folder
 from tests.often import often
 from varjax import Generator, Model
 from varjax.core.sampling import Sampling
-from varjax.core.sequence import SCALES, TOKENS
 from varjax.generation import program
-from varjax.generation.build import WAYS, Build
+from varjax.generation.build import Build
 from varjax.generation.compiled import Weights
 
 
@@ -59,7 +58,6 @@ def test_generation_with_layouts_chosen_by_the_compiler(layers, monkeypatch):
 
 def test_compiler_options_give_way_to_flags(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    assert WAYS[TOKENS].few_rows and not WAYS[SCALES].few_rows
     eigen, libraries = ("xla_cpu_experimental_ynn_fusion_type",), ("xla_gpu_enable_triton_gemm",)
     for few_rows, cpu in ((False, eigen), (True, ())):
         assert tuple(program.compiler_options("cpu", few_rows=few_rows)) == cpu

@@ -3,29 +3,26 @@ side of the program that draws, and how weights are arranged for it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from pallas_kernels import implementations
 from varjax.codecs import arithmetic
 from varjax.core import arguments, segments
 from varjax.core.errors import UserError, choose
-from varjax.core.layer_inputs import SegmentInputs
+from varjax.core.next_token import NextTokenTransformer
 from varjax.core.plan import KV_DTYPES, CachePlan
 from varjax.core.sampling import Sampling
 from varjax.core.scales import ScaleSpec
 from varjax.core.segments import Segment
-from varjax.core.sequence import AUTO, SCALES, SCAN, TOKENS, Schedule
+from varjax.core.sequence import AUTO, SCAN, TOKENS, Schedule
 from varjax.core.step import cache_step
 from varjax.core.tokens import TokenSpec, token_step
 from varjax.fast import arrange, quantized
-from varjax.generation.mesh import HEADS, MeshSpec
+from varjax.generation.mesh import MeshSpec
 from varjax.generation.pixels import Decoding
 
 UNROLL = "unroll"
@@ -117,65 +114,23 @@ def arrange_layers(
 
     how: "scan" stacks them: one compiled body for all layers. Except on a TPU it copies the weights
       of a layer before it uses them. "unroll" separates them: a body per layer, nothing is copied.
-      "auto" is "unroll" for large models on GPUs and CPUs, else "scan".
+      "auto" is "unroll" for large models on GPUs and CPUs, else "scan". Models that draw token by
+      token always have separate ones, as a scan would copy every layer's weights for every token.
     platform: "cpu", "gpu" or "tpu". groups: devices that divide them.
     """
     transformer = networks["transformer"]
+    if isinstance(transformer, NextTokenTransformer):
+        # On a CPU the right operand of a product is rearranged in every call. Turned matrices are
+        # the left one, which pays for the few rows of a token (docs/lab/cpu.md). Weights that are
+        # divided over devices are multiplied as they lie.
+        turned = platform == "cpu" and groups == 1
+        arrange.separate(transformer.blocks, transformer.once, turned=turned)
+        return
     large = arrange.product_bytes(transformer.blocks, transformer.once) > SCANNED_BYTES
     if how == UNROLL or (how == AUTO and platform != "tpu" and large):
         arrange.separate(transformer.blocks, transformer.once)
     else:
         arrange.restack(transformer.blocks)
-
-
-def _separate_layers(
-    networks: Mapping[str, nnx.Module], how: str, platform: str, groups: int
-) -> None:
-    """Takes the weights of the layers apart for a model that draws token by token, as a scan would
-    copy every layer's weights for every token. The arguments are those of `arrange_layers`."""
-    transformer = networks["transformer"]
-    # On a CPU the right operand of a product is rearranged in every call. Turned matrices are the
-    # left one, which pays for the few rows of a token (docs/lab/cpu.md). Weights that are divided
-    # over devices are multiplied as they lie.
-    turned = platform == "cpu" and groups == 1
-    arrange.separate(transformer.blocks, transformer.once, turned=turned)
-
-
-# --- names of axes (`varjax.generation.mesh`), in place of every array of a program's
-# tables ---
-
-
-def _scale_names(spec: ScaleSpec, tables: tuple[SegmentInputs, ...], groups: int) -> tuple:
-    # tables of groups of heads lie side by side along the third axis; all devices need all of what
-    # describes the scale itself
-    heads = P(None, None, HEADS) if groups > 1 else P()
-    steps = (jax.tree.map(lambda _: P(), segment.step) for segment in tables)
-    layers = (jax.tree.map(lambda _: heads, segment.layers) for segment in tables)
-    return tuple(map(SegmentInputs, steps, layers))
-
-
-def _token_names(spec: TokenSpec, tables: tuple, groups: int) -> tuple:
-    # the same for all images: `sharding.check_plan` refuses inputs that depend on them
-    # heads are divided along `model`: inputs that differ by head have to be, too
-    axis = spec.plan.rule.inputs_heads if tables and groups > 1 else None
-    # in front of what `select` sees lies an axis of stages
-    name = P() if axis is None else P(*(None,) * (1 + axis), HEADS)
-    return jax.tree.map(lambda _: name, tables)
-
-
-class _Way(NamedTuple):
-    """What building has of its own where a model draws scales, or tokens: functions above, and
-    whether products have the few rows of one token (`program.compiler_options`)."""
-
-    arrange: Callable[[Mapping[str, nnx.Module], str, str, int], None]
-    names: Callable[[ScaleSpec | TokenSpec, tuple, int], tuple]
-    few_rows: bool
-
-
-WAYS = {
-    SCALES: _Way(arrange_layers, _scale_names, few_rows=False),
-    TOKENS: _Way(_separate_layers, _token_names, few_rows=True),
-}
 
 
 # --- the static side ------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from varjax.core.plan import CachePlan
 from varjax.core.planner import plan_cache
 from varjax.core.policy import Policy
 from varjax.core.sampling import Sampling
+from varjax.core.sequence import TOKENS
 from varjax.fast import stored
 from varjax.generation import build as builds
 from varjax.generation import compilation_cache, cost, hosts, memory, program, sharding
@@ -303,8 +304,8 @@ class Generator:
         if condition is None:
             shapes = self.networks["transformer"].condition_shapes(images)
             condition = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
-        doing, few = f"compiling a batch of {images}", builds.WAYS[self.plan.geometry.kind].few_rows
-        how = {"few_rows": few, "weights_dtype": self.model.weights_dtype}
+        doing, tokens = f"compiling a batch of {images}", self.plan.geometry.kind == TOKENS
+        how = {"few_rows": tokens, "weights_dtype": self.model.weights_dtype}
         try:
             with program.explained(doing, self.build.attention), compilation_cache.kept():
                 self.program = None
@@ -330,9 +331,8 @@ class Generator:
         shapes are kept of the model, so that its arrays go once nobody else holds them."""
         every = jax.devices()  # a smaller mesh takes those of this process
         devices = every if self.mesh.num_devices == len(every) else jax.local_devices()
-        mesh, way = make_mesh(vars(self.mesh), devices), builds.WAYS[self.plan.geometry.kind]
-        tables = way.names(self.spec, inputs.tables, self.mesh.model)
-        found = ShardedProgram.of(mesh, self.networks, inputs, tables, self.kv_dtype)
+        mesh = make_mesh(vars(self.mesh), devices)
+        found = ShardedProgram.of(mesh, self.networks, inputs, self.kv_dtype)
         self.networks = sharded_weights.place(self.networks, found.shardings[0])
         self.model, self._weights = self.model.abstract(), Weights(self.networks)
         return found
@@ -343,8 +343,8 @@ class Generator:
         # by identity, which costs nothing; holding the arrays would keep weights twice
         if self._seen == (seen := tuple(map(id, self._weights.arrays()))) and seen:
             return
-        arrange = builds.WAYS[self.plan.geometry.kind].arrange
-        arrange(self.networks, self._layers, jax.default_backend(), self.mesh.model)
+        platform, groups = jax.default_backend(), self.mesh.model
+        builds.arrange_layers(self.networks, self._layers, platform, groups)
         if self.program is not None and self.program.formats is not None:
             self._weights.place(self.program.formats)
         self._seen = tuple(map(id, self._weights.arrays()))

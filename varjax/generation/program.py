@@ -83,8 +83,7 @@ def compiler_options(
     CPU: products, convolutions and sums by Eigen in place of YNNPACK, 10 to 30 % faster for whole
     scales and pictures (docs/lab/cpu.md). With the few rows of a token YNNPACK is faster.
 
-    few_rows: whether products have the few rows of a token, as `build.WAYS` says of
-      programs that draw codes.
+    few_rows: whether products have the few rows of a token.
     weights_dtype: how its matrices are stored, `Model.weights_dtype`.
     """
     if platform == "gpu" and weights_dtype != INT8:

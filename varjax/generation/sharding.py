@@ -19,7 +19,9 @@ from jaxtyping import Array, PyTree
 
 from varjax.core.drawing import Inputs, decode
 from varjax.core.errors import UserError
+from varjax.core.layer_inputs import SegmentInputs
 from varjax.core.plan import CachePlan
+from varjax.core.sequence import TOKENS
 from varjax.fast.stored import Leaf
 from varjax.generation import hosts, weights
 from varjax.generation.mesh import DATA, HEADS, IMAGES, MODEL, MeshSpec, mesh_spec
@@ -44,20 +46,15 @@ class ShardedProgram:
 
     @classmethod
     def of(
-        cls,
-        mesh: Mesh,
-        networks: Mapping[str, nnx.Module],
-        inputs: Inputs,
-        tables: PyTree[P],
-        kv_dtype,
+        cls, mesh: Mesh, networks: Mapping[str, nnx.Module], inputs: Inputs, kv_dtype
     ) -> "ShardedProgram":
         """Divide every array by the names of its axes (`varjax.generation.mesh.RULES`).
 
-        networks, inputs: may be shapes. tables: names of the tables of these
-        (`build.WAYS`). kv_dtype: type of the pool.
+        networks, inputs: may be shapes. kv_dtype: type of the pool.
         """
         images = P(IMAGES)
         state = _state_names(inputs.spec.plan, mesh.shape[MODEL], kv_dtype)
+        tables = _table_names(inputs, mesh.shape[MODEL])
         given = jax.tree.map(lambda _: images, inputs.given)
         flat = tuple(jax.tree.leaves(weights.names(networks)))
         names = flat, state, images, images, replace(inputs, tables=tables, given=given)
@@ -141,6 +138,24 @@ def _state_names(plan: CachePlan, groups: int, dtype) -> PyTree[P]:
         return P(*(IMAGES if n != m else HEADS if n != s else None for n, m, s in sizes))
 
     return jax.tree.map(named, one, two, share)
+
+
+def _table_names(inputs: Inputs, groups: int) -> tuple:
+    """The tables with names of their axes in place of every array."""
+    plan, tables = inputs.spec.plan, inputs.tables
+    if plan.geometry.kind == TOKENS:
+        # the same for all images: `check_plan` refuses inputs that depend on them
+        # heads are divided along `model`: inputs that differ by head have to be, too
+        axis = plan.rule.inputs_heads if tables and groups > 1 else None
+        # in front of what `select` sees lies an axis of stages
+        name = P() if axis is None else P(*(None,) * (1 + axis), HEADS)
+        return jax.tree.map(lambda _: name, tables)
+    # tables of groups of heads lie side by side along the third axis; all devices need all of what
+    # describes the scale itself
+    heads = P(None, None, HEADS) if groups > 1 else P()
+    steps = (jax.tree.map(lambda _: P(), segment.step) for segment in tables)
+    layers = (jax.tree.map(lambda _: heads, segment.layers) for segment in tables)
+    return tuple(map(SegmentInputs, steps, layers))
 
 
 def place(arrays: Tree, shardings: PyTree[NamedSharding]) -> Tree:
