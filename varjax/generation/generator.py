@@ -16,24 +16,21 @@ from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
 from varjax.conditions import Condition
 from varjax.core import arguments, stacked
-from varjax.core import sampling as sampling_lib
 from varjax.core.drawing import Inputs, State
 from varjax.core.errors import UserError
 from varjax.core.given import Given
 from varjax.core.plan import CachePlan
 from varjax.core.planner import plan_cache
 from varjax.core.policy import Policy
-from varjax.core.sampling import Sampling
+from varjax.core.sampling import Sampling, check_seed, image_keys
 from varjax.core.sequence import TOKENS
 from varjax.fast import stored
-from varjax.generation import build as builds
 from varjax.generation import compilation_cache, cost, hosts, memory, program, sharding
 from varjax.generation import weights as sharded_weights
-from varjax.generation.build import Build, pool_dtype
+from varjax.generation.build import SCAN, UNROLL, Build, arrange_layers, pool_dtype, specify
 from varjax.generation.compiled import Program, Weights
 from varjax.generation.mesh import MeshSpec, make_mesh
 from varjax.generation.progress import reporter
-from varjax.generation.sharding import ShardedProgram
 from varjax.models.model import Model, check_model
 from varjax.policies.registry import resolve_policy
 from varjax.text.features import TextFeatures
@@ -117,7 +114,7 @@ class Generator:
         arguments.instance("plan", plan, CachePlan, "a plan, as varjax.plan makes it")
         model.check_geometry(plan.geometry, sampling)
         self.model, self.plan, self.policy, self.mesh = model, plan, plan.policy, mesh
-        self.spec = builds.specify(
+        self.spec = specify(
             model.networks,
             plan,
             sampling,
@@ -162,7 +159,7 @@ class Generator:
     def layers(self) -> str:
         """Whether the program scans over layers ("scan") or has a body for each ("unroll")."""
         apart = stacked.is_separate(self.networks["transformer"])
-        return builds.UNROLL if apart else builds.SCAN
+        return UNROLL if apart else SCAN
 
     @property
     def allocated_bytes(self) -> int:
@@ -184,7 +181,7 @@ class Generator:
         """One image per label or prompt: float32 [N, H, W, 3], RGB in [0, 1]. Image i depends on
         (seed, i, its label or prompt) only. See `varjax.generate` for what the model takes, and for
         `progress`."""
-        sampling_lib.check_seed(seed)
+        check_seed(seed)
         report = reporter(progress, "image")
         given = {"labels": labels, "prompts": prompts, "text_features": text_features}
         condition = conditions.resolve(self.model, **given, prompt_ids=prompt_ids)
@@ -283,7 +280,7 @@ class Generator:
         condition: of a run (`conditions.resolve`). A short batch repeats its last image.
         """
         index = self._padded(np.arange(min(len(condition), self.batch_size)))
-        told = self.arguments(condition.take(index), index, sampling_lib.check_seed(seed))
+        told = self.arguments(condition.take(index), index, check_seed(seed))
         self._arrange()
         return self.networks, self.empty_state(), *told
 
@@ -326,13 +323,13 @@ class Generator:
         self.timing.cache = self.program.came
         self.timing.compile_s = time.perf_counter() - start
 
-    def _divided(self, inputs: Inputs) -> ShardedProgram:
+    def _divided(self, inputs: Inputs) -> sharding.ShardedProgram:
         """The program over several devices, which are given their weights on the way. Then only
         shapes are kept of the model, so that its arrays go once nobody else holds them."""
         every = jax.devices()  # a smaller mesh takes those of this process
         devices = every if self.mesh.num_devices == len(every) else jax.local_devices()
         mesh = make_mesh(vars(self.mesh), devices)
-        found = ShardedProgram.of(mesh, self.networks, inputs, self.kv_dtype)
+        found = sharding.ShardedProgram.of(mesh, self.networks, inputs, self.kv_dtype)
         self.networks = sharded_weights.place(self.networks, found.shardings[0])
         self.model, self._weights = self.model.abstract(), Weights(self.networks)
         return found
@@ -344,7 +341,7 @@ class Generator:
         if self._seen == (seen := tuple(map(id, self._weights.arrays()))) and seen:
             return
         platform, groups = jax.default_backend(), self.mesh.model
-        builds.arrange_layers(self.networks, self._layers, platform, groups)
+        arrange_layers(self.networks, self._layers, platform, groups)
         if self.program is not None and self.program.formats is not None:
             self._weights.place(self.program.formats)
         self._seen = tuple(map(id, self._weights.arrays()))
@@ -370,7 +367,7 @@ class Generator:
         tables = self.spec.for_images(self._shared_tables, image_index)
         if given is not None:
             given = Given.of(given, self.plan.geometry.schedule, given_scales)
-        keys = sampling_lib.image_keys(seed, jnp.asarray(image_index))
+        keys = image_keys(seed, jnp.asarray(image_index))
         if isinstance(condition, (list, tuple)):  # labels as Python numbers
             condition = np.asarray(condition, np.int32)
         condition, tables = jax.device_put((condition, tables))
@@ -390,10 +387,10 @@ class Generator:
 def check_seeds(seed: int | np.ndarray, images: int) -> int | np.ndarray:
     """A seed for all images, or one for each, checked as `check_seed` does."""
     if not isinstance(seed, (np.ndarray, list, tuple)):
-        return sampling_lib.check_seed(seed)
+        return check_seed(seed)
     seeds = arguments.integers("seed", seed, "give one for each image, or one for all", images)
     if len(seeds) != images:
         raise UserError(f"{len(seeds)} seeds for a batch of {images} images: give one for each")
     for value in seeds:
-        sampling_lib.check_seed(value)
+        check_seed(value)
     return seeds.astype(np.int32)

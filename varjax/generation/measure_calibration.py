@@ -152,10 +152,8 @@ class ProbeRule(ScaleRule):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationProbe(Policy):
-    """The full cache; every layer's state holds what was seen.
-
-    Not registered: it is what `experiments.calibrate` runs.
-    """
+    """The full cache, and what `ProbeRule` records. Not registered: `experiments.calibrate` runs
+    it."""
 
     name = "probe"
     rules = (ProbeRule,)

@@ -4,11 +4,10 @@ A device is given its share and nothing else. Of weights that are on disk (`Stor
 one array at most beside what its devices hold.
 """
 
-import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -39,10 +38,10 @@ def map_weights(
         end = keys.index("value") if "value" in keys else len(keys)
         split = splits.get(".".join(keys[:end]))
         if split and "parts" in keys[end:]:  # weights of one layer, without the axis of the layers
-            split = dataclasses.replace(split, axis=split.axis - 1)
+            split = replace(split, axis=split.axis - 1)
         if not is_matrix(leaf):
             return function(leaf, split)
-        at = partial(dataclasses.replace, split)
+        at = partial(replace, split)
         axis = None if split is None else split.axis
         return leaf.by_axis(lambda a, n: function(a, None if n is None else at(axis=n)), axis)
 
@@ -144,7 +143,7 @@ def place(
     that are on disk are damaged."""
     tree, places = jax.tree.structure(networks), iter(jax.tree.leaves(shardings))
     found = [
-        dataclasses.replace(placing, where=next(places))
+        replace(placing, where=next(places))
         for placing in jax.tree.leaves(map_weights(_Placing, networks))
     ]
     together = defaultdict(list)  # layers of one stored array

@@ -8,8 +8,8 @@ from pathlib import Path
 from varjax import jax_settings
 from varjax.core import arguments
 from varjax.core.errors import UserError
-from varjax.fast import quantized, schemes
-from varjax.fast.schemes import SCHEMES
+from varjax.fast import quantized
+from varjax.fast.schemes import SCHEMES, why_not_here
 from varjax.models import registry
 from varjax.models.model import Model
 from varjax.storage import checkpoint, values
@@ -103,7 +103,7 @@ def load(
     shape = {"aspect": aspect, "size": size, "grid": grid, "prompt_tokens": prompt_tokens}
     model, dtype = describe(registry.found(path), **shape), computed_in(dtype, weights_dtype)
     if weights_dtype in SCHEMES:
-        if why := schemes.why_not_here(SCHEMES[weights_dtype]):
+        if why := why_not_here(SCHEMES[weights_dtype]):
             raise UserError(f"weights_dtype={why}")
         model = model.quantized(weights_dtype)
     return load_weights(model, dtype, on_disk=on_disk)

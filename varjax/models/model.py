@@ -20,8 +20,8 @@ from varjax.core.errors import UserError, choose
 from varjax.core.sampling import Sampling
 from varjax.core.sequence import TOKENS
 from varjax.core.transformer import Transformer
-from varjax.fast import quantized, schemes
-from varjax.fast.schemes import SCHEMES
+from varjax.fast import quantized
+from varjax.fast.schemes import INT8, SCHEMES
 from varjax.models.token_arrays import FORMS, TokenArrays
 from varjax.storage import parameters
 from varjax.storage.families import CATALOGUE, Family
@@ -215,7 +215,7 @@ class Model:
         return replace(self, parts=shapes)
 
     @jax_settings.pinned()
-    def quantized(self, scheme: str = schemes.INT8, *, emulated: bool = False) -> "Model":
+    def quantized(self, scheme: str = INT8, *, emulated: bool = False) -> "Model":
         """This model with the matrices of the transformer's layers in 8 bits, with or without
         weights: it takes half the bytes of bfloat16. If it is abstract, `loading.load_weights` will
         read them so, and no device ever holds them in another type. Weights that are there already

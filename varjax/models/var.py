@@ -18,8 +18,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
 from pallas_kernels.projection import Projection
-from varjax.core import layers, stacked
-from varjax.core.layers import MODULATION, Linear, ResidualStream, Split
+from varjax.core import stacked
+from varjax.core.layers import MODULATION, Linear, ResidualStream, Split, attention_multiplier
 from varjax.core.next_scale import NextScaleTransformer
 from varjax.core.sampling import Sampling, Scores
 from varjax.core.sequence import Schedule
@@ -237,7 +237,7 @@ class VAR(NextScaleTransformer):
         projection = x.qkv(block, h, config.head_dim)
         if not config.attn_l2_norm:
             return replace(projection, scale=0.25 / math.sqrt(config.head_dim)), x
-        return replace(projection, multiplier=layers.attention_multiplier(block.log_scale[...])), x
+        return replace(projection, multiplier=attention_multiplier(block.log_scale[...])), x
 
     def post_attention(
         self,

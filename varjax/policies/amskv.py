@@ -1,7 +1,6 @@
 """AMS-KV: condensed and newest scales, more of them in layers whose keys change."""
 
-import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -153,7 +152,7 @@ class AMSKV(Policy):
                 return self
             order = np.arange(layers) if mean is None else np.argsort(-mean, kind="stable")
             names = ";".join(map(str, np.sort(order[:number]))) or "none"
-            return dataclasses.replace(self, layers=names, demanding=number)
+            return replace(self, layers=names, demanding=number)
         if self.demanding >= 0 and (self.theta or mean is None):
             self.refuse(
                 f"mode=online: demanding={self.demanding} can only choose theta, and needs a "
@@ -163,7 +162,7 @@ class AMSKV(Policy):
         if mean is not None and not self.theta:
             bounds = np.concatenate([[0.0], np.sort(mean), [2 * mean.max() + 1]])
             theta = -float(bounds[layers - number :][:2].mean())
-        return dataclasses.replace(self, theta=theta, demanding=-1)
+        return replace(self, theta=theta, demanding=-1)
 
     def below(self, geometry: Geometry) -> np.ndarray:
         """bool [L, K]: where the similarity test of Algorithm 1 finds a demanding layer."""

@@ -5,10 +5,9 @@ A layer's capacity (the paper's C_bgt) is C_min, or C_max once the layer turned 
 with more tokens than the capacity is oversize.
 """
 
-import dataclasses
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -189,7 +188,7 @@ class AMSKVScales(ScaleRule):
             calibration.check(geometry)
         given = self.policy
         values = preset_values(given, geometry) if given.preset else {}
-        policy = dataclasses.replace(given, preset="", _calibration=calibration, **values)
+        policy = replace(given, preset="", _calibration=calibration, **values)
         check(policy, geometry)
         policy = policy.with_layers(geometry, guess=bool(given.preset))
         if policy.budgeted:
@@ -197,7 +196,7 @@ class AMSKVScales(ScaleRule):
         allocation = AMSKVScales(policy).allocate(geometry, 1.0)
         if isinstance(given.budget, NotGiven):  # then it is what the sizes cost
             budget = planner.cost(geometry, allocation, given.block_size)
-            return dataclasses.replace(policy, budget=budget)
+            return replace(policy, budget=budget)
         sizes, peak = f"cmin={policy.cmin}, cmax={policy.cmax}", allocator.peak_tokens
         refuse_more(policy, geometry, policy.budget, peak(geometry, allocation), sizes)
         return policy

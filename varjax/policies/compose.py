@@ -1,7 +1,6 @@
 """One policy says how much every head holds, another which tokens."""
 
-import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import ClassVar
@@ -76,7 +75,7 @@ class Composed(Rule):
         equal whether or not a default was typed."""
         parts = tuple(sorted((self.default_parts | dict(self.policy.parts)).items()))
         pair = (allocator, selector)
-        return dataclasses.replace(self.policy, parts=parts, _prepared=pair, **values)
+        return replace(self.policy, parts=parts, _prepared=pair, **values)
 
     def plan_lines(self, geometry: Geometry) -> list[str]:
         """All parts, said or not, and what the sizes follow from."""
@@ -100,7 +99,7 @@ class ComposeScales(Composed, ScaleRule):
 
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "Compose":
         allocator = self.allocating.prepare(geometry, calibration)
-        selector = dataclasses.replace(self.policy.selector, budget=allocator.budget)
+        selector = replace(self.policy.selector, budget=allocator.budget)
         selector = selector.rule(self.kind).prepare(geometry, calibration)
         return self.prepared(allocator, selector, budget=allocator.budget)
 
@@ -135,13 +134,13 @@ class ComposeTokens(Composed, TokenRule):
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "Compose":
         period = self.policy.period
         allocator, selector = self.policy.built(self.default_parts)
-        allocator = dataclasses.replace(allocator, period=period).rule(self.kind)
+        allocator = replace(allocator, period=period).rule(self.kind)
         allocator = allocator.prepare(geometry, calibration)
         if allocator.rule(self.kind).layer_slots(geometry) is not None:
             period = allocator.period
         elif period is None:
             period = super().prepare(geometry, calibration).period
-        selector = dataclasses.replace(selector, period=period).rule(self.kind)
+        selector = replace(selector, period=period).rule(self.kind)
         selector = selector.prepare(geometry, calibration)
         return self.prepared(allocator, selector, period=period)
 
@@ -272,7 +271,7 @@ class Compose(StagedPolicy):
         the parts that a role has if `parts` does not name one."""
         shared = {name: getattr(self, name) for name in SHARED}
         parts = defaults | dict(self.parts)
-        return tuple(dataclasses.replace(build(role, parts), **shared) for role in ROLES)
+        return tuple(replace(build(role, parts), **shared) for role in ROLES)
 
     @cached_property
     def _pair(self) -> tuple[Policy, ...]:

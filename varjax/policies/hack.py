@@ -1,7 +1,6 @@
 """HACK: contextual heads keep what is attended to, structural heads what is near."""
 
-import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +25,7 @@ class HACKScales(SinkScales):
         chosen = np.zeros(variance.size, bool)
         chosen[order[: int(self.policy.contextual * variance.size + 0.5)]] = True
         types = tuple(map(tuple, chosen.reshape(variance.shape).tolist()))
-        return dataclasses.replace(self.policy, _types=types)
+        return replace(self.policy, _types=types)
 
     def minimum_budget(self, geometry: Geometry) -> float:
         return max(super().minimum_budget(geometry), ScaleRule.minimum_budget(self, geometry))

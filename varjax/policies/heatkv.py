@@ -1,7 +1,6 @@
 """HeatKV and its two ablations: which head gives up which scale, decided once per model."""
 
-import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -19,7 +18,7 @@ class HeatKVScales(SinkScales):
 
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "HeatKV":
         _, sinks = self.removal_orders(geometry, calibration)
-        return dataclasses.replace(self.policy, sinks=sinks, _calibration=calibration)
+        return replace(self.policy, sinks=sinks, _calibration=calibration)
 
     def removal_orders(
         self, geometry: Geometry, calibration: Calibration | None

@@ -1,8 +1,7 @@
 """ScaleKV: drafter layers keep everything, refiner layers what a window of queries looks at."""
 
-import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -36,7 +35,7 @@ class ScaleKVScales(ScaleRule):
         elif not (policy.grid or policy.budgets or policy.faithful):
             share = capacities.uniform(geometry, budget) // WINDOW_SHARE
             grid = min(GRID, max(1, math.isqrt(share)))
-        return dataclasses.replace(policy, budget=budget, grid=grid, _calibration=calibration)
+        return replace(policy, budget=budget, grid=grid, _calibration=calibration)
 
     def check(self, geometry: Geometry) -> None:
         policy, layers = self.policy, geometry.num_layers

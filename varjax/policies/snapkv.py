@@ -1,7 +1,6 @@
 """SnapKV: what a window of recent queries looks at stays, and its neighbours with it."""
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from varjax.calibration.data import Calibration
 from varjax.core import masks
@@ -23,7 +22,7 @@ class SnapKVScales(ScaleRule):
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "SnapKV":
         policy = self.policy
         quarter = capacities.uniform(geometry, policy.budget) // WINDOW_SHARE
-        return dataclasses.replace(
+        return replace(
             policy,
             window=policy.window or min(WINDOW, max(1, quarter)),
             kernel=KERNEL if policy.kernel is None else policy.kernel,
@@ -43,7 +42,7 @@ class SnapKVTokens(ObservingRule):
 
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "SnapKV":
         kernel = STAGE_KERNEL if self.policy.kernel is None else self.policy.kernel
-        return dataclasses.replace(super().prepare(geometry, calibration), kernel=kernel)
+        return replace(super().prepare(geometry, calibration), kernel=kernel)
 
 
 @register("snapkv")

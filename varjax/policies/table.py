@@ -1,9 +1,8 @@
 """Run any retention pattern from a file, for ablations."""
 
-import dataclasses
 import hashlib
 import pathlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import jax.numpy as jnp
@@ -85,7 +84,7 @@ class TableTokens(TokenRule):
             table.period in (None, period),
             f": the {stages} stages of {table.path} are of {period} tokens each, leave it out",
         )
-        return dataclasses.replace(table, period=period)
+        return replace(table, period=period)
 
     def check(self, geometry: Geometry) -> None:
         keep, period = self._visible(geometry), self.policy.period

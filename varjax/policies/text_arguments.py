@@ -1,8 +1,7 @@
 """Arguments of policies as texts: what `--policy_args` gives, and what strangers may give (requests
 to a server)."""
 
-import dataclasses
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from varjax.core import arguments
 from varjax.core.errors import UserError, nearest, show
@@ -67,7 +66,7 @@ def changed_by(policy: Policy, given: dict[str, str], budget: float | None = Non
         words = f"policy {policy.name!r} takes no argument {show(name)} from requests"
         raise UserError(f"{words}{nearest(name, known)}; it takes: {', '.join(known)}")
     changed = read(type(policy), given)
-    return dataclasses.replace(policy, **changed | ({} if budget is None else {"budget": budget}))
+    return replace(policy, **changed | ({} if budget is None else {"budget": budget}))
 
 
 def told(policy: Policy) -> dict[str, object]:
