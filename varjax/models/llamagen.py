@@ -133,7 +133,6 @@ class LlamaGenConfig(DecoderConfig):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Height and width of the map of image tokens."""
         side = math.isqrt(self.block_size)
         return side, side
 

@@ -133,7 +133,6 @@ class LuminaConfig(LlamaConfig):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Height and width of the map of image tokens."""
         height, width = self.units
         return PATCH * height, PATCH * width
 

@@ -60,15 +60,13 @@ def prune_schedule(
     literal: bool = False,
 ) -> PruneSchedule:
     """HeatKV, Algorithm 1: prefixes of the orders, and as few early removals as the budget allows.
+    `UserError`: the sinks alone exceed the budget: the message names the smallest feasible one.
 
     Args:
       orders: int [S, T, 2], (head, layer), least needed first, for the source scales s to K - 2.
       whole_heads: `orders` is a single list of heads, and a removed head keeps its sinks only.
       literal: count the cache as Algorithm 2 is printed, where layers that have not run yet hold
         the current scale already.
-
-    Raises:
-      UserError: the sinks alone exceed the budget: the message names the smallest feasible one.
     """
     lowest = geometry.schedule.starts[sinks] / max(1, geometry.schedule.persistent_tokens)
     if budget + 1e-12 < lowest:

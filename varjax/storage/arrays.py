@@ -171,7 +171,8 @@ def read_arrays(
     on_disk: bool = False,
     said: Mapping | None = None,
 ) -> dict[str, Leaf | Quantized]:
-    """{name: array} of some or all arrays of a tree.
+    """{name: array} of some or all arrays of a tree. `UserError`: names, shapes or totals differ
+    (one message lists all), or files are damaged.
 
     Args:
       folder: what `write_arrays` wrote.
@@ -186,9 +187,6 @@ def read_arrays(
         `dtypes`. That is done one after the other and on the host, from the stored numbers.
       on_disk: read nothing yet, and give `Stored` arrays.
       said: the description, whose `totals` have to be those of the tree.
-
-    Raises:
-      UserError: names, shapes or totals differ (one message lists all), or files are damaged.
     """
     import orbax.checkpoint as ocp
 

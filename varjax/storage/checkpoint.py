@@ -71,7 +71,8 @@ def save(
     beside: Mapping[str, str | os.PathLike] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Writes a checkpoint, the folder `directory`.
+    """Writes a checkpoint, the folder `directory`. `UserError`: `directory` exists, or cannot be
+    written, or the entries do not fit the model. Nothing is left behind.
 
     Args:
       what: the family of a model, or the part that `directory` is the own folder of.
@@ -84,10 +85,6 @@ def save(
       files: {part: {name: file}} to copy into the part's own folder, such as a tokenizer.
       beside: {name, such as "prompt_tokenizer/tokenizer.json": file} to copy into the checkpoint.
       overwrite: replace `directory` if it is empty or a checkpoint, and holds nothing else.
-
-    Raises:
-      UserError: `directory` exists, or cannot be written, or the entries do not fit the model.
-        Nothing is left behind.
     """
     metadata, files, beside = dict(metadata or {}), files or {}, beside or {}
     sources = metadata.get("sources", [])
@@ -217,7 +214,9 @@ def load(
     in_8_bits: Mapping[str, Scheme] | None = None,
     on_disk: bool = False,
 ) -> tuple[dict[str, nnx.Module], dict]:
-    """({part: module}, description) of the parts that are asked for and no others.
+    """({part: module}, description) of the parts that are asked for and no others. `UserError`:
+    `directory` is no checkpoint, or of another format version; names or shapes do not fit the
+    configuration (one message lists all); files are damaged.
 
     Args:
       directory, known: as in `describe`.
@@ -228,10 +227,6 @@ def load(
         `varjax.fast.quantized.Quantized` as they are read.
       on_disk: read nothing yet: leaves of parts that share the tree are
       `varjax.fast.stored.Stored`.
-
-    Raises:
-      UserError: `directory` is no checkpoint, or of another format version; names or shapes do not
-        fit the configuration (one message lists all); files are damaged.
     """
     path = Path(directory)
     described, metadata = describe(path, known, dtypes)
