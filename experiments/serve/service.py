@@ -15,9 +15,8 @@ from functools import partial
 import numpy as np
 from jaxtyping import PyTree
 
+from experiments.serve.drawing import Drawn, Item, Patch, Preview, previews, read_own_size
 from experiments.serve.guard import Refused, Rules, about, content, event, refused
-from experiments.serve.mixed_batch import Drawn, Item, Patch, read_own_size
-from experiments.serve.previews import Preview, Previews
 from experiments.serve.programs import LOG, Batcher, Choice, Programs
 from experiments.serve.requests import EditRequest, ImageRequest
 from experiments.serve.subjects import Subjects
@@ -202,7 +201,7 @@ class Order:
         events, pictures, by number. Closing it takes back what nobody draws yet. Raises what goes
         wrong."""
         service, asked, loop = self.service, self.asked, asyncio.get_running_loop()
-        program, found, previews = None, asyncio.Queue(), Previews(service.model)
+        program, found = None, asyncio.Queue()
         if self.choice != service.programs.usual or asked.stream or asked.kept:
             compiling = asyncio.ensure_future(service.programs.program(self.choice))
             try:
@@ -219,7 +218,7 @@ class Order:
         rest = self.condition, self.seed
         heard = [partial(hear, i) if asked.stream else None for i in range(asked.n)]
         items = [Item(*rest, i, self.patch, program, h, asked.kept) for i, h in enumerate(heard)]
-        show = [previews.of_picture(asked.partial_images) for _ in items]
+        show = [previews(service.model, asked.partial_images) for _ in items]
         futures = service.batcher.put(items)
         for index, future in enumerate(futures):
             future.add_done_callback(lambda done, index=index: found.put_nowait((index, done)))

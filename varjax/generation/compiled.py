@@ -113,8 +113,7 @@ class Program:
         jitted, given = program.jit_codes(*given, auto_layout=automatic)
         with program.products(build.matmul_precision):
             traced = jitted.trace(*given)
-        options = {"few_rows": few_rows, "weights_dtype": weights_dtype}
-        codes, came = program.compile_codes(traced, **options)
+        codes, came = program.compile_codes(traced, few_rows=few_rows, weights_dtype=weights_dtype)
         if automatic:
             formats, where = codes.input_formats[0][:2]
         # after the codes: their program has chosen how the weights lie
