@@ -161,7 +161,7 @@ def compute(
 
 def measure(job: Pairs, store: BatchStore) -> tuple[dict, Mapping[str, np.ndarray]]:
     """Return (values by the keys of metrics.json, arrays of per_image.npz)."""
-    arrays = store.collect("pairs")
+    arrays = metrics.joined(found for _, found in store.batches("pairs"))
     identical = arrays["identical"]
     found: dict = {"pairs": len(identical), "identical_images": int(identical.sum())}
     if "psnr" in arrays:
