@@ -166,8 +166,8 @@ def measure(job: Comparison, store: BatchStore) -> tuple[dict, dict[str, Gaussia
         ours, theirs = (whole(job, store, name, "pool") for name in job.sides)
         progress = Progress("precision and recall: row", 2 * (len(ours) + len(theirs)), every=5.0)
         report = lambda rows: progress.update(progress.last[1] + rows)  # noqa: E731
-        result = precision_recall(theirs, ours, report=report)
-        found |= {metric: getattr(result, metric) for metric in asked}
+        both = zip(NEIGHBOURHOODS, precision_recall(theirs, ours, report=report), strict=True)
+        found |= {metric: value for metric, value in both if metric in asked}
     return found, summaries
 
 

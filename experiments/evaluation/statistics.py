@@ -7,7 +7,6 @@ features, V classes, S splits.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Integer
@@ -206,22 +205,15 @@ def covered(
     return found
 
 
-class PrecisionRecall(NamedTuple):
-    """precision: part of the samples that lie among the reference. recall: part of the reference
-    that lies among the samples."""
-
-    precision: float
-    recall: float
-
-
 def precision_recall(
     reference: Features,
     samples: Float[np.ndarray, "m D"],
     k: int = NEIGHBOURS,
     report: Callable[[int], None] = lambda rows: None,
-) -> PrecisionRecall:
-    """Improved precision and recall (Kynkaanniemi et al. 2019), in float64 and block by block: the
-    whole matrix of distances never exists.
+) -> tuple[float, float]:
+    """Improved precision (part of the samples that lie among the reference) and recall (part of the
+    reference that lies among the samples; Kynkaanniemi et al. 2019), in float64 and block by block:
+    the whole matrix of distances never exists.
 
     report: called with a number of rows that have been compared, each row in two passes.
 
@@ -233,4 +225,4 @@ def precision_recall(
     our_radii = squared_radii(samples, centre, k, report)
     precision = covered(samples, reference, their_radii, centre, report)
     recall = covered(reference, samples, our_radii, centre, report)
-    return PrecisionRecall(float(precision.mean()), float(recall.mean()))
+    return float(precision.mean()), float(recall.mean())
