@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Real
 
 from experiments import processes
-from experiments.evaluation import resizing
+from experiments.evaluation import protocols
+from experiments.evaluation.protocols import Protocol
 from varjax.core.errors import UserError, about
 from varjax.generation import hosts
 from varjax.generation.logical_axes import IMAGES, make_mesh, mesh_spec
@@ -79,8 +80,8 @@ def _load(folder: str | Path, part: str, where: str) -> tuple[nnx.Module, dict]:
     return module, {"sha256": digest.hexdigest(), "sources": content.get("sources") or []}
 
 
-def open_inception(folder: str | Path, preparation: str) -> Network:
-    """The network of FID on pictures that are prepared as one of `resizing.PREPARATIONS` says.
+def open_inception(folder: str | Path, protocol: Protocol) -> Network:
+    """The network of FID on pictures that are prepared as a protocol does.
 
     Raises:
       UserError: there is no such checkpoint; with the place to get it.
@@ -97,9 +98,9 @@ def open_inception(folder: str | Path, preparation: str) -> Network:
     return Network(
         module,
         {"name": "inception", **identity, "published_weights": published},
-        lambda network, images: network(resizing.prepare(images, preparation)),
+        lambda network, images: network(protocol.normalise(protocol.resized(images))),
         widths,
-        resizing.batch_size,
+        protocols.batch_size,
     )
 
 
