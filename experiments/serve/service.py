@@ -162,6 +162,7 @@ class Service:
         model, usual = self.model, self.programs.usual
         g = self.programs.plan_of(usual).geometry
         sampling = {name: getattr(usual.sampling, name) for name in SAMPLING}
+        sampling = {n: None if isinstance(v, tuple) else v for n, v in sampling.items()}
         policies = []
         for name, policy in self.offered.items():
             own = {f.name: f.default for f in dataclasses.fields(policy)}
@@ -173,15 +174,8 @@ class Service:
         told |= {"family": model.family.name, "size": self.size, "draws": g.kind}
         told |= {"classes": self.subjects.names, "examples": self.subjects.examples}
         told |= {"layers": g.num_layers, "heads": g.num_heads, "most_images": self.batcher.most}
-        return (
-            told
-            | self.cost(usual, self.programs.seconds)
-            | {
-                "maps": model.config.token_maps,
-                "policies": policies,
-                "sampling": {n: None if isinstance(v, tuple) else v for n, v in sampling.items()},
-            }
-        )
+        told |= self.cost(usual, self.programs.seconds)
+        return told | {"maps": model.config.token_maps, "policies": policies, "sampling": sampling}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

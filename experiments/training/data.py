@@ -146,10 +146,8 @@ def with_shifts(pictures: Dataset, count: int, seed: int) -> Dataset:
         return pictures
     labels = np.tile(pictures.train_labels, 1 + count)
     # for each copy of each picture an index into `MOVES`
-    rng, moves = (
-        np.random.default_rng((seed, count)),
-        np.empty((len(pictures.train), count), np.int8),
-    )
+    rng = np.random.default_rng((seed, count))
+    moves = np.empty((len(pictures.train), count), np.int8)
     for i in range(len(moves)):
         moves[i] = rng.choice(len(decoding.MOVES), count, replace=False)
     if isinstance(pictures.train, decoding.InFiles):
@@ -200,13 +198,8 @@ def _unpack(
 ) -> np.ndarray:
     """Decode pictures that are stored one after another as files."""
     _check(path, "data", data, data.dtype == np.uint8 and data.ndim == 1, "uint8 [bytes]")
-    _check(
-        path,
-        "offsets",
-        offsets,
-        offsets.ndim == 1 and offsets.dtype.kind in "iu",
-        "integers [N + 1]",
-    )
+    is_list = offsets.ndim == 1 and offsets.dtype.kind in "iu"
+    _check(path, "offsets", offsets, is_list, "integers [N + 1]")
     outside = offsets.min() < 0 or offsets.max() > data.size
     offsets = offsets.astype(np.int64)
     if outside or (np.diff(offsets) <= 0).any():
