@@ -77,10 +77,7 @@ class Moments:
         self.count = total
 
     def gaussian(self) -> Gaussian:
-        """Mean and covariance of the pictures so far. `UserError` for fewer than two pictures,
-        which have no covariance."""
-        if self.count < 2:
-            raise UserError(f"{self.count} picture has no covariance: give at least 2")
+        """Mean and covariance of the pictures so far, which are at least two."""
         return Gaussian(self.mean, self.scatter / (self.count - 1), self.count)
 
 
@@ -171,13 +168,7 @@ def squared_radii(
     report: Callable[[int], None] = lambda rows: None,
 ) -> np.ndarray:
     """float64 [N]: squared distance of every point to its k-th neighbour. The point itself is not
-    counted.
-
-    Raises:
-      UserError: there are fewer than k other points.
-    """
-    if len(features) <= k:
-        raise UserError(f"{len(features)} pictures: precision and recall need at least {k + 1}")
+    counted; there are at least k others."""
     radii = np.empty(len(features))
     for part, rows in _blocks(features, centre, ROWS):
         nearest = np.empty((len(rows), 0))
@@ -216,9 +207,6 @@ def precision_recall(
     the whole matrix of distances never exists.
 
     report: called with a number of rows that have been compared, each row in two passes.
-
-    Raises:
-      UserError: fewer pictures than neighbours are needed.
     """
     centre = np.asarray(reference[: min(len(reference), ROWS)], np.float64).mean(0)
     their_radii = squared_radii(reference, centre, k, report)

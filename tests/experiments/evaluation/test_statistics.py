@@ -52,8 +52,6 @@ def test_moments_are_those_of_all_rows():
     found, exact = gaussian(x, 7), x.astype(np.float64)
     np.testing.assert_allclose(found.mean, exact.mean(0), rtol=1e-14)
     np.testing.assert_allclose(found.covariance, np.cov(exact.T), rtol=1e-10, atol=1e-12)
-    with pytest.raises(UserError, match="1 picture has no covariance"):
-        gaussian(x[:1])
 
 
 @pytest.mark.parametrize("rows, columns", [(40, 256), (300, 64)])
@@ -118,5 +116,3 @@ def test_equal_pictures_have_distance_zero():
     many = np.repeat(x, 4, axis=0)
     assert squared_radii(many, np.zeros(9)).max() == 0
     assert precision_recall(many, x.repeat(5, 0)) == (1, 1)
-    with pytest.raises(UserError, match="3 pictures: precision and recall need at least 4"):
-        precision_recall(x, many)
