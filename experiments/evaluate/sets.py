@@ -59,14 +59,11 @@ def compare(
     split_size: int,
     protocol: str,
 ) -> Comparison:
-    """Find out what has to be computed.
+    """Find out what has to be computed. `UserError` if a metric that was asked for cannot be
+    computed, or statistics are of another extractor.
 
     asked: the user named the metrics. If not, metrics that cannot be computed are left out, with a
     remark.
-
-    Raises:
-      UserError: a metric that was asked for cannot be computed, or statistics are of another
-        extractor.
     """
     notes = {"extractor": network.identity["sha256"], "protocol": protocol} if network else {}
     needed: dict[str, dict[str, str | None]] = {}  # {metric: {side: feature}}

@@ -81,11 +81,8 @@ def _load(folder: str | Path, part: str, where: str) -> tuple[nnx.Module, dict]:
 
 
 def open_inception(folder: str | Path, protocol: Protocol) -> Network:
-    """The network of FID on pictures that are prepared as a protocol does.
-
-    Raises:
-      UserError: there is no such checkpoint; with the place to get it.
-    """
+    """The network of FID on pictures that are prepared as a protocol does. `UserError` if there is
+    no such checkpoint, with the place to get it."""
     module, identity = _load(folder, "inception", WHERE_INCEPTION)
     files = [str(source.get("sha256", "")) for source in identity["sources"]]
     published = any(digest.startswith(PUBLISHED) for digest in files)
@@ -128,12 +125,8 @@ def open_classifier(folder: str | Path | None = None) -> Network:
 def classifier_of(model: Model) -> Network | None:
     """The classifier that judges the pictures of a model: the one in the folder `classifier` of its
     checkpoint, else the embedded one if the model has its classes and its size. None: there is no
-    such classifier.
-
-    Raises:
-      UserError: the checkpoint's own classifier takes pictures of another size or knows other
-        classes.
-    """
+    such classifier. `UserError` if the checkpoint's own classifier takes pictures of another size
+    or knows other classes."""
     if not model.num_classes:
         return None
     size = model.pixels

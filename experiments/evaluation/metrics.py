@@ -216,11 +216,8 @@ METRICS = {metric.key: metric for metric in _METRICS}
 
 def register(metric: Metric) -> None:
     """Makes a metric of your own known: tables and reports of runs and sweeps show it from now on.
-
-    Raises:
-      UserError: it is no metric that compares pictures, or its key is taken or none that files can
-        have.
-    """
+    `UserError` if it is no metric that compares pictures, or its key is taken or none that files
+    can have."""
     if not isinstance(metric, Metric) or not callable(metric.compare):
         raise UserError(f"{show(metric)} is no Metric with a function `compare` for each image")
     if not re.fullmatch("[a-z][a-z0-9]{0,39}", metric.key):

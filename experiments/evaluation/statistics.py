@@ -83,16 +83,14 @@ class Moments:
 
 def frechet(first: Gaussian, second: Gaussian) -> float:
     """Squared Frechet distance of two normal distributions (Dowson and Landau 1982; FID: Heusel et
-    al. 2017): |m1 - m2|^2 + tr S1 + tr S2 - 2 tr sqrt(S1 S2).
+    al. 2017): |m1 - m2|^2 + tr S1 + tr S2 - 2 tr sqrt(S1 S2). `UserError` if the distance is
+    negative by more than rounding, or the features are different ones.
 
     With S = F F^T the last trace is the sum of the singular values of F1^T F2. The square root of a
     product of matrices would lose half of the digits where covariances are singular, which they are
     for fewer pictures than features. Nothing is added to their diagonals.
 
     What rounding leaves of equal distributions is 0.
-
-    Raises:
-      UserError: the distance is negative by more than rounding, or the features are different ones.
     """
     if first.mean.shape != second.mean.shape:
         raise UserError(

@@ -29,13 +29,11 @@ FROM_NOTHING = ("autoencoder_steps", "reseed_every")
 
 
 def settings(init: str, **given) -> "FineTuning":
-    """Return the settings of a run that begins with the checkpoint `init`.
+    """Return the settings of a run that begins with the checkpoint `init`. `UserError` if there is
+    no such checkpoint, it cannot be trained, or something given contradicts.
 
     init: a folder, or a name that `varjax.load` knows. given: fields of `TrainingSettings`; sizes
       may be left out, and have to be the checkpoint's.
-
-    Raises:
-      UserError: there is no such checkpoint, it cannot be trained, or something given contradicts.
     """
     start = Start.read(init)
     refused = {name: f"the codec of init={init} has its codes" for name in FROM_NOTHING}

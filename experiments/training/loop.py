@@ -36,12 +36,10 @@ LARGEST_HISTORY = 2**30  # bytes
 
 
 def check_folder(out: Path, settings: Mapping[str, Mapping]) -> None:
-    """Check that stages may start or go on in the folder `out`.
+    """Check that stages may start or go on in the folder `out`. `UserError` if `out` holds
+    something else, or a stage with other settings.
 
     settings: {stage: {name: value}}.
-
-    Raises:
-      UserError: `out` holds something else, or a stage with other settings.
     """
     begun = [stage for stage in settings if (out / stage / SETTINGS).is_file()]
     if not begun and {path.name for path in out.iterdir()} - {lock.NAME}:
@@ -98,14 +96,12 @@ class StageFolder(contextlib.AbstractContextManager):
 
     def restore(self, like: dict) -> tuple[dict | None, int]:
         """Return the newest sound checkpoint and its steps; None and 0 without checkpoints.
+        `UserError` if all checkpoints are damaged; they stay.
 
         like: a state, or shapes with the shardings of its arrays: the run may have begun on other
           devices.
 
         Damaged checkpoints that are newer are removed and reported.
-
-        Raises:
-          UserError: all checkpoints are damaged. They stay.
         """
         damaged: dict[int, UserError] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
@@ -182,14 +178,12 @@ def run(
     stage: TrainingStage, out: str | os.PathLike, quiet: bool = False, *, goes_on: bool = False
 ) -> dict:
     """Train a stage to its last step in `out`, from its newest checkpoint if there is one.
+    `Stopped` if the system asked to end, by SIGTERM: a checkpoint is written. `UserError` if the
+    loss has become NaN or infinite: the last checkpoint stays.
 
     goes_on: another stage follows, so that who asks during the last step wants that one not begun.
 
     Returns the final state.
-
-    Raises:
-      Stopped: the system asked to end, by SIGTERM. A checkpoint is written.
-      UserError: the loss has become NaN or infinite. The last checkpoint stays.
     """
     with StageFolder(out, stage.name, stage.settings.deciding(stage.name)) as folder:
         placed = jax.tree.map(

@@ -44,17 +44,15 @@ def train(
     quiet: bool = False,
     mesh: TrainingMesh | None = None,
 ) -> Path | None:
-    """Run one of `STAGES` in the folder `out`, and resume what is there.
+    """Run one of `STAGES` in the folder `out`, and resume what is there. `Stopped` if the system
+    asked to end, by SIGTERM: the same call goes on. `UserError` if settings or data are wrong, or
+    `out` cannot be used: nothing is written then.
 
     mesh: devices to train on; a run may go on with others. None: one.
 
     Returns the folder of the finished checkpoint, or None after stage "vqvae".
 
     Many processes call it alike, and share the folder.
-
-    Raises:
-      Stopped: the system asked to end, by SIGTERM; the same call goes on.
-      UserError: settings or data are wrong, or `out` cannot be used. Nothing is written then.
     """
     with processes.together():
         choose("stage", stage, STAGES)
