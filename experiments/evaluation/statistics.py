@@ -27,9 +27,6 @@ FEW_DIGITS = 1e-6
 Features = Float[np.ndarray, "n D"]
 
 
-# --- Frechet distance -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Gaussian:
     """Mean and covariance (N - 1) of features, all that the Frechet distance sees of them.
@@ -110,9 +107,6 @@ def frechet(first: Gaussian, second: Gaussian) -> float:
     return 0.0 if value < len(shift) * np.finfo(np.float64).eps * total else value
 
 
-# --- Inception score ------------------------------------------------------------------------------
-
-
 def inception_scores(
     logits: Iterable[Float[np.ndarray, "n V"]], split_of: Integer[np.ndarray, " N"]
 ) -> Float[np.ndarray, " S"]:
@@ -132,9 +126,6 @@ def inception_scores(
     mean = probability / counts
     logs = np.log(np.maximum(mean, np.finfo(np.float64).tiny))
     return np.exp(negative_entropy / counts[:, 0] - (mean * logs).sum(1))
-
-
-# --- precision and recall -------------------------------------------------------------------------
 
 
 def _blocks(

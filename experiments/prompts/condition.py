@@ -139,9 +139,6 @@ def warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
-# --- encoding -------------------------------------------------------------------------------------
-
-
 def encoded(condition: Condition, model: Model, dtype: str) -> Condition:
     """Return the condition with its prompts encoded; labels are returned as they are. The encoder's
     memory is free again after it. `UserError` if the encoder cannot be used, or is another

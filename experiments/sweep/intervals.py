@@ -50,9 +50,6 @@ def bootstrap(values: Float[np.ndarray, "C N"]) -> Float[np.ndarray, "C 2"]:
     return middle + np.quantile(np.concatenate(means), [tail, 1 - tail], axis=0).T
 
 
-# --- cells of a sweep ---
-
-
 def add(cells: Sequence[dict], per_image: Mapping[str, Mapping[str, np.ndarray]]) -> None:
     """Write the known intervals into `fidelity` of the cells of sweep.json.
 

@@ -159,9 +159,6 @@ def with_shifts(pictures: Dataset, count: int, seed: int) -> Dataset:
     return replace(pictures, train=train.reshape(-1, *train.shape[2:]), train_labels=labels)
 
 
-# --- .npz ---
-
-
 def _read_npz(path: Path, image_size: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the first `limit` pictures in the wanted size, and their labels."""
     held = npz.names(path)
@@ -222,9 +219,6 @@ def _resize_all(images: np.ndarray, path: Path, image_size: int, limit: int | No
     return decoding.together((fit_picture(x, size) for x in images), len(images), image_size)
 
 
-# --- folders ---
-
-
 def _fill(pictures: int, image_size: int, copies: int) -> bool:
     """Whether so many pictures and their copies would take more than `MEMORY` of this machine's."""
     try:
@@ -241,9 +235,6 @@ def _hold_out(images: np.ndarray, labels: np.ndarray, fraction: float, path: Pat
         raise UserError(f"{path} holds {len(images)} pictures, too few to hold out {count}")
     order = np.random.default_rng(decoding.SHUFFLE_SEED).permutation(len(images))
     return [(images[part], labels[part]) for part in (order[:-count], order[-count:])]
-
-
-# --- numbers ---
 
 
 def to_float(images: np.ndarray) -> np.ndarray:
