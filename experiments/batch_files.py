@@ -53,12 +53,8 @@ def write_batch(
 
 
 def read_batch(path: pathlib.Path) -> dict[str, np.ndarray]:
-    """Return the arrays of a file.
-
-    Raises:
-      Damaged: `write_batch` did not write this file under this name, or it was changed since.
-      OSError: there is no file.
-    """
+    """Return the arrays of a file. `Damaged` if `write_batch` did not write this file under this
+    name, or it was changed since; `OSError` if there is none."""
     arrays = _load(path)
     seal = str(arrays.pop(SEAL, ""))
     if seal != _seal(arrays) or not str(arrays.pop(SETTINGS, "")):

@@ -144,7 +144,7 @@ def resolve() -> Edit:
     plan, calibration = POLICY.plan(policy, model, sampling)
     size, kept = PROGRAM.batch_size(program, model, plan, condition), None
     if by_text and size % 2:
-        if PROGRAM.asked_batch_size:
+        if PROGRAM.asked.value:
             raise UserError(
                 f"--batch_size={size}: an edit by text draws every picture under two texts, choose "
                 f"an even number"

@@ -87,14 +87,17 @@ def main(argv: list[str]) -> None:
     progress = Progress("encoded text", len(prompts), every=2.0)
     progress.note("reading the encoder")
 
-    features, _ = condition.encode(
+    features, _ = encoder_lib.encode_texts(
         folder,
-        prompts,
-        negative,
+        prompts.texts,
+        negative and negative.texts,
         dtype=DTYPE.value or default_dtype(),
         max_length=longest,
         batch_size=BATCH_SIZE.value,
+        names=prompts.names,
+        negative_names=negative and negative.names,
         progress=progress.report,
+        warn=condition.warn,
     )
     features.save(target)
     print(f"{summary(features)}\nwritten to {target}")

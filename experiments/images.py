@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import UInt8
 
-from varjax.core.errors import UserError
 from varjax.storage.atomic import new_file
 from varjax.storage.values import require
 
@@ -26,7 +25,6 @@ CAPTION_HEIGHT = CAPTION_LINES * LINE_HEIGHT + 2
 def grid(images: UInt8[np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "height width 3"]:
     """Lays the images row by row on white, `GAP` pixels apart, in the smallest number of columns
     that makes the grid at least as wide as high, in tiles."""
-    _check(images)
     count, height, width, _ = images.shape
     columns = math.ceil(math.sqrt(count))
     rows = -(-count // columns)
@@ -69,7 +67,6 @@ def save_samples_npz(
     order: a permutation: image `order[i]` becomes the i-th. The file then holds it as `numbers`
       (int64 [N]), and images are read one by one.
     """
-    _check(images)
     numbers = np.asarray(range(len(images)) if order is None else order, np.int64)
     arrays = {} if labels is None else {"arr_1": np.asarray(labels, np.int64)[numbers]}
     if order is not None:
@@ -83,15 +80,6 @@ def save_samples_npz(
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w") as member:
                 np.lib.format.write_array(member, array)
-
-
-def _check(images: np.ndarray) -> None:
-    """`UserError` unless these are bytes [N, H, W, 3] of at least one image."""
-    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3 or not len(images):
-        raise UserError(
-            f"images have shape {images.shape} and type {images.dtype}: "
-            "give uint8 [N, H, W, 3] with at least one image (see varjax.storage.pictures.to_uint8)"
-        )
 
 
 def _caption(text: str, width: int) -> UInt8[np.ndarray, "height width 3"]:

@@ -71,13 +71,11 @@ class Judges:
 def of_model(
     model: Model, lpips: FlagHolder[str], batch_size: int, side: int | None = None
 ) -> Judges:
-    """Return the networks that judge a model's pictures.
+    """Return the networks that judge a model's pictures. `UserError` if there is no such network,
+    or it does not take the model's pictures.
 
     lpips: the flag --lpips. side: pixels of pictures that are resized, which the classifier does
     not know.
-
-    Raises:
-      UserError: there is no such network, or it does not take the model's pictures.
     """
     network = None
     if lpips.value:

@@ -38,9 +38,6 @@ FLAGS = CommandFlags(
 OUT = FLAGS.argument("out", "Folder of the parts, their --out.")
 
 
-# --- parts of a run ---
-
-
 class JoinedStore(BatchStore):
     """The batches of all parts, as `experiments.run.files` takes them. `UserError` unless all
     images are there."""
@@ -92,9 +89,6 @@ def join_run(out: pathlib.Path, found: list[FinishedPart]) -> str:
         report["fidelity"] = results.fidelity(metrics.joined(arrays), drawn[0].content["judges"])
     files.write_run(store, Shown.from_json(found[0].content["shown"]), report)
     return results.summary(report, out)
-
-
-# --- parts of a sweep ---
 
 
 def join_sweep(out: pathlib.Path, found: list[FinishedPart]) -> str:

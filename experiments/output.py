@@ -51,15 +51,16 @@ WRITTEN = {
 
 
 class Stopped(Exception):
-    """The system has asked to end, and what was begun is stored. what: what is counted."""
+    """The system has asked to end, and what was begun is stored. what: what is counted. of: what
+    begins the message."""
 
-    def __init__(self, done: int, total: int, what: str = "images"):
-        super().__init__(f"{done} of {total} {what} are stored: resume by the same command")
+    def __init__(self, done: int, total: int, what: str = "images", of: str = ""):
+        super().__init__(f"{of}{done} of {total} {what} are stored: resume by the same command")
 
 
-def say(line: str) -> None:
+def say(line: str, quiet: bool = False) -> None:
     """Print a line of progress, in one process."""
-    if hosts.is_first():
+    if not quiet and hosts.is_first():
         print(line, file=sys.stderr, flush=True)
 
 
@@ -215,11 +216,6 @@ class BatchStore:
                     "command again, which draws it anew"
                 ) from None
             yield arrays.pop("index"), arrays
-
-    def collect(self, series: str) -> dict[str, np.ndarray]:
-        """Return the arrays of all images of a series, in order."""
-        parts = [results for _, results in self.batches(series)]
-        return {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
 
     def close(self) -> None:
         """Empty the work folder; `working` removes it at its end."""

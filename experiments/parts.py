@@ -190,12 +190,8 @@ class FinishedPart:
 
 
 def read_parts(out: pathlib.Path) -> list[FinishedPart]:
-    """Return all parts of a folder, in order.
-
-    Raises:
-      UserError: a part is missing, damaged, not finished, or of other settings or versions than
-        the first one.
-    """
+    """Return all parts of a folder, in order. `UserError` if a part is missing, damaged, not
+    finished, or of other settings or versions than the first one."""
     if not out.exists():
         raise UserError(f"there is no folder {out}: name the --out of the parts")
     if (count := check_parts_folder(out)) is None:

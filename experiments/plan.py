@@ -114,16 +114,10 @@ def summary(
 
 
 @singledispatch
-def timeline(plan: CachePlan) -> list[str]:
+def timeline(plan: ScalePlan) -> list[str]:
     """Lines of text that say what is held when, with a heading."""
-    raise NotImplementedError(type(plan))
-
-
-@timeline.register
-def _(plan: ScalePlan) -> list[str]:
     dense = max(1, plan.geometry.dense_tokens)
-    heading = "scale  map      tokens  held per head (min mean max)  live after first, last layer"
-    lines = [heading]
+    lines = ["scale  map      tokens  held per head (min mean max)  live after first, last layer"]
     for s, (h, w) in enumerate(plan.geometry.schedule.maps):
         held, live = plan.capacity[s], plan.live_tokens[s] / dense
         spread = f"{held.min()} {held.mean():.1f} {held.max()}"

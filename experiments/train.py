@@ -22,8 +22,8 @@ from experiments.cli import command_line
 from experiments.cli.flags import CommandFlags, about
 from experiments.flags.distributed import DistributedFlag
 from experiments.generation import environment
-from experiments.training import fine_tuning, loop, session
-from experiments.training.loop import TrainingStopped
+from experiments.output import Stopped, say
+from experiments.training import fine_tuning, session
 from experiments.training.mesh import TrainingMesh
 from experiments.training.settings import FAMILIES, TrainingSettings, shown
 from varjax.core.errors import UserError
@@ -117,8 +117,8 @@ def main(argv: list[str]) -> None:
     stage = STAGE.value if STAGE.present or INIT.value is None else "var"
     try:
         model = session.train(settings, stage, OUT.value, QUIET.value, mesh)
-    except TrainingStopped as stopped:
-        loop.say(f"ended by SIGTERM: {stopped}", quiet=False)
+    except Stopped as stopped:
+        say(f"ended by SIGTERM: {stopped}")
         return
     if hosts.is_first():
         print(model or f"{OUT.value}/vqvae: codec trained; continue with --stage=var")

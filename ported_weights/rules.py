@@ -308,14 +308,12 @@ def apply(
     dtype: str | None = None,
 ) -> tuple[nnx.Module, Placement]:
     """Fill `module` (usually abstract) with host arrays, read from `tensors` in file order.
+    `UserError` lists everything that is missing, surplus, misshapen, given twice or not finite.
 
     Floating parameters are stored as `dtype`. Without it they keep the source's type, but float64
     becomes float32, and a stack of several types becomes float32.
 
     Returns the filled module and where its arrays came from.
-
-    Raises:
-      UserError: lists everything that is missing, surplus, misshapen, given twice or not finite.
     """
     placement = check(rules, tensors, parameters.named(module))
     types = placement.dtypes(tensors, dtype)

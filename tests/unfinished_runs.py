@@ -5,6 +5,7 @@ import pathlib
 import numpy as np
 
 from experiments.batch_files import Series
+from experiments.evaluation.metrics import joined
 from experiments.output import BatchStore
 from varjax.storage.atomic import new_folder
 
@@ -63,7 +64,7 @@ def finish(of: BatchStore) -> tuple[list, dict[str, dict[str, np.ndarray]]]:
     """(what was drawn, all arrays by series); the folder then is there."""
     with of.working():
         drawn = draw(of)
-        found = {name: of.collect(name) for name in SERIES}
+        found = {name: joined(arrays for _, arrays in of.batches(name)) for name in SERIES}
         with new_folder(of.out, replaces=of.replaces) as folder:
             (folder / "report.json").write_text('{"policy": "x", "kv": {}, "versions": {}}')
         of.close()

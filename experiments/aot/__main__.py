@@ -102,7 +102,7 @@ def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
     model = PROGRAM.stored(model, wanted)
     programs = {chip.name: PROGRAM.resolve(model, chip) for chip in wanted}
     program = programs[wanted[0].name]  # they differ in what pixels are decoded in
-    batch = program.mesh.data if LARGEST_BATCH.value else PROGRAM.asked_batch_size
+    batch = program.mesh.data if LARGEST_BATCH.value else PROGRAM.asked.value
     for chip in wanted:
         PROGRAM.check_mesh(program.mesh, model, batch, chip.most_devices, chip.name)
     sampling = SAMPLING.sampling(model)
@@ -133,7 +133,7 @@ def _sizing(wanted: Sequence[Chip], model: Model, program: ProgramOptions) -> Si
     """Return what bytes of a cache mean on the one chip of --target."""
     if LARGEST_BATCH.value or len(wanted) > 1:
         raise UserError("--budget=fit and --kv_bytes are for one --target and one --batch_size")
-    batch, each = PROGRAM.asked_batch_size, PROGRAM.asked_batch_size // program.mesh.data
+    batch, each = PROGRAM.asked.value, PROGRAM.asked.value // program.mesh.data
     text = MODEL.text_tokens(model)
     predict = partial(program.predict, model, platform=wanted[0].platform)
     return Sizing(
@@ -159,7 +159,7 @@ def resolve_training(wanted: Sequence[Chip]) -> TrainingStep:
     step = TrainingStep(
         model=MODEL.resolve(weights=False),
         mesh=mesh,
-        batch_size=PROGRAM.asked_batch_size,
+        batch_size=PROGRAM.asked.value,
         dtype=FLAGS.values["dtype"].value,
         accumulate=ACCUMULATE.value,
         remat=REMAT.value,
@@ -194,7 +194,7 @@ def main(argv) -> int:
     else:
         workloads, remarks = resolve(wanted)
         said = [title(workloads[wanted[0].name]), *remarks]
-        batch = None if LARGEST_BATCH.value else PROGRAM.asked_batch_size
+        batch = None if LARGEST_BATCH.value else PROGRAM.asked.value
         work = partial(worker.draw, workloads, batch)
     # asked last: nobody should install a compiler for a program that a chip cannot run
     if why := chips.why_unavailable(*(chip.name for chip in wanted)):

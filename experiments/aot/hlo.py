@@ -95,11 +95,8 @@ class Module:
 
     @classmethod
     def parse(cls, text: str) -> "Module":
-        """Read `jax.stages.Compiled.as_text()`.
-
-        Raises:
-          ValueError: there is no entry computation in it.
-        """
+        """Read `jax.stages.Compiled.as_text()`. `ValueError` if there is no entry computation in
+        it."""
         computations: dict[str, list[Instruction]] = {}
         inside: list[Instruction] = []
         entry = None

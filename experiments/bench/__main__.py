@@ -141,9 +141,6 @@ def kernel() -> str:
     return IMPLEMENTATION.value
 
 
-# --- timing ---
-
-
 def show_timings(name: str) -> int:
     """Time every way and print the table; return 1 if the kernel could not be timed."""
     if name.endswith(implementations.SUFFIX):
@@ -174,9 +171,6 @@ def write_results(contents: dict) -> None:
     if JSON.path:
         told = {"jax": jax.__version__, "command": sys.argv} | contents
         write_text(JSON.path, json.dumps(told, indent=1) + "\n")
-
-
-# --- checking and tuning ---
 
 
 def show_check(name: str) -> int:
@@ -232,9 +226,6 @@ def show_tuning(name: str) -> int:
         print(f"{operation}: {len(best)} calls kept in {path}")
     print(f"{name} on {kind}: tiles of {calls} of {wanted} calls tuned")
     return 0 if calls == wanted else 1
-
-
-# --- whole programs ---
 
 
 def show_drawing() -> int:

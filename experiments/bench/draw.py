@@ -152,9 +152,6 @@ def _measured(
     return times | {"peak_bytes": peak_bytes(compiled), **profile}
 
 
-# --- profiles ---
-
-
 def profiled(run: Callable[[], object]) -> dict[str, object]:
     """Run a compiled program once under the profiler: seconds until its results were there, seconds
     from the start of the first kernel to the end of the last one, and the kernels with seconds of
@@ -209,9 +206,6 @@ def of_lines(wall: float, lines: Iterable[list[ProfileEvent]]) -> dict[str, obje
             for name, ns in own.most_common()
         ],
     }
-
-
-# --- words ---
 
 
 def text(row: dict) -> str:

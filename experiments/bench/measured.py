@@ -73,9 +73,6 @@ def tuned(
     return found
 
 
-# --- words ---
-
-
 def table(rows: Sequence[dict]) -> str:
     """Results of `timed`, in columns."""
     shown = ("shape", "operation", "dtype", "kv_dtype", "budget", "way")

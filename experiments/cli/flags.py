@@ -169,11 +169,8 @@ class CommandFlags(Settings):
         return [*self.values, *itertools.chain(*(group.alone for group in self.groups.values()))]
 
     def parse(self, argv: Sequence[str]) -> None:
-        """Set everything from the arguments (program name first).
-
-        Raises:
-          UserError: a flag is unknown, gone, malformed or missing, or there is a surplus argument.
-        """
+        """Set everything from the arguments (program name first). `UserError` if a flag is unknown,
+        gone, malformed or missing, or there is a surplus argument."""
         argv = list(argv)
         bare = [i for i, text in enumerate(argv) if i and not text.startswith("-")]
         name = self.argument_name

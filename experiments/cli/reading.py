@@ -41,12 +41,10 @@ def parse_flags(
     written: Callable[[str], str] = "--{}".format,
     unknown: Callable[[str], str] = str,
 ) -> None:
-    """Set the flags from `argv` (program name first).
+    """Set the flags from `argv` (program name first). `UserError` if a flag is unknown, gone,
+    malformed or missing, or there is a positional argument.
 
     written: how messages call a name. unknown: what they say of one that does not exist.
-
-    Raises:
-      UserError: a flag is unknown, gone, malformed or missing, or there is a positional argument.
     """
     hint = list_hint()
     values.set_gnu_getopt(True)

@@ -186,7 +186,7 @@ def resolve() -> Evaluation:
         if is_demo:
             network = extractors.open_classifier(CLASSIFIER.value)
         elif INCEPTION.value:
-            network = extractors.open_inception(INCEPTION.value, protocol.preparation)
+            network = extractors.open_inception(INCEPTION.value, protocol)
         comparison = sets.compare(
             {"samples": samples, "reference": reference},
             network,

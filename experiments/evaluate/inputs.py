@@ -78,11 +78,8 @@ class PictureSet:
 
 def open_set(flag: str, given: str, fit: Fit | None = None) -> PictureSet:
     """Open and check the file or folder that a flag names. fit: what pictures of several sizes
-    become arrays of one size by; None: they are refused.
-
-    Raises:
-      UserError: it holds nothing that can be compared. The message names the file at fault.
-    """
+    become arrays of one size by; None: they are refused. `UserError` if it holds nothing that can
+    be compared; the message names the file at fault."""
     path = pathlib.Path(given)
     if not path.exists():
         raise UserError(f"{flag}: there is no file or folder {given}")

@@ -38,17 +38,9 @@ def psnr(a: Picture, b: Picture) -> float:
     return 10 * math.log10(1 / error) if error else math.inf
 
 
-def check_window(height: int, width: int) -> None:
-    """`UserError` for pictures with a side shorter than the window of SSIM."""
-    if min(height, width) <= 2 * RADIUS:
-        raise UserError(
-            f"pictures of {height}x{width} pixels: SSIM needs more than {2 * RADIUS} on each side"
-        )
-
-
 def ssim(a: Picture, b: Picture) -> float:
     """Structural similarity for values 0..1: Gaussian window, edges mirrored, mean over channels
-    and all positions. Sides as `check_window` asks for."""
+    and all positions. No side is shorter than the window."""
     window = np.exp(-np.square(np.arange(-RADIUS, RADIUS + 1) / SIGMA) / 2)
     window /= window.sum()
 
@@ -122,10 +114,14 @@ def pair(
             )
     places = paired(samples.pictures, full.pictures)
     with about(samples.where):
-        if "ssim" in wanted:
-            check_window(*samples.pictures.size)
+        height, width = samples.pictures.size
+        if "ssim" in wanted and min(height, width) <= 2 * RADIUS:
+            raise UserError(
+                f"pictures of {height}x{width} pixels: SSIM needs more than {2 * RADIUS} on each"
+                " side"
+            )
         if network is not None:
-            network.check_size(*samples.pictures.size)
+            network.check_size(height, width)
     tokens = None
     if samples.tokens is not None and full.tokens is not None:
         held = [npz.names(side.tokens) for side in (samples, full)]
@@ -161,7 +157,7 @@ def compute(
 
 def measure(job: Pairs, store: BatchStore) -> tuple[dict, Mapping[str, np.ndarray]]:
     """Return (values by the keys of metrics.json, arrays of per_image.npz)."""
-    arrays = store.collect("pairs")
+    arrays = metrics.joined(found for _, found in store.batches("pairs"))
     identical = arrays["identical"]
     found: dict = {"pairs": len(identical), "identical_images": int(identical.sum())}
     if "psnr" in arrays:

@@ -59,14 +59,11 @@ def compare(
     split_size: int,
     protocol: str,
 ) -> Comparison:
-    """Find out what has to be computed.
+    """Find out what has to be computed. `UserError` if a metric that was asked for cannot be
+    computed, or statistics are of another extractor.
 
     asked: the user named the metrics. If not, metrics that cannot be computed are left out, with a
     remark.
-
-    Raises:
-      UserError: a metric that was asked for cannot be computed, or statistics are of another
-        extractor.
     """
     notes = {"extractor": network.identity["sha256"], "protocol": protocol} if network else {}
     needed: dict[str, dict[str, str | None]] = {}  # {metric: {side: feature}}
@@ -166,8 +163,8 @@ def measure(job: Comparison, store: BatchStore) -> tuple[dict, dict[str, Gaussia
         ours, theirs = (whole(job, store, name, "pool") for name in job.sides)
         progress = Progress("precision and recall: row", 2 * (len(ours) + len(theirs)), every=5.0)
         report = lambda rows: progress.update(progress.last[1] + rows)  # noqa: E731
-        result = precision_recall(theirs, ours, report=report)
-        found |= {metric: getattr(result, metric) for metric in asked}
+        both = zip(NEIGHBOURHOODS, precision_recall(theirs, ours, report=report), strict=True)
+        found |= {metric: value for metric, value in both if metric in asked}
     return found, summaries
 
 

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Real
 
 from experiments import processes
-from experiments.evaluation import resizing
+from experiments.evaluation import protocols
+from experiments.evaluation.protocols import Protocol
 from varjax.core.errors import UserError, about
 from varjax.generation import hosts
 from varjax.generation.mesh import IMAGES, MeshSpec, make_mesh, mesh_spec
@@ -78,12 +79,9 @@ def _load(folder: str | Path, part: str, where: str) -> tuple[nnx.Module, dict]:
     return module, {"sha256": digest.hexdigest(), "sources": content.get("sources") or []}
 
 
-def open_inception(folder: str | Path, preparation: str) -> Network:
-    """The network of FID on pictures that are prepared as one of `resizing.PREPARATIONS` says.
-
-    Raises:
-      UserError: there is no such checkpoint; with the place to get it.
-    """
+def open_inception(folder: str | Path, protocol: Protocol) -> Network:
+    """The network of FID on pictures that are prepared as a protocol does. `UserError` if there is
+    no such checkpoint, with the place to get it."""
     module, identity = _load(folder, "inception", WHERE_INCEPTION)
     files = [str(source.get("sha256", "")) for source in identity["sources"]]
     published = any(digest.startswith(PUBLISHED) for digest in files)
@@ -96,9 +94,9 @@ def open_inception(folder: str | Path, preparation: str) -> Network:
     return Network(
         module,
         {"name": "inception", **identity, "published_weights": published},
-        lambda network, images: network(resizing.prepare(images, preparation)),
+        lambda network, images: network(protocol.normalise(protocol.resized(images))),
         widths,
-        resizing.batch_size,
+        protocols.batch_size,
     )
 
 
@@ -126,12 +124,8 @@ def open_classifier(folder: str | Path | None = None) -> Network:
 def classifier_of(model: Model) -> Network | None:
     """The classifier that judges the pictures of a model: the one in the folder `classifier` of its
     checkpoint, else the embedded one if the model has its classes and its size. None: there is no
-    such classifier.
-
-    Raises:
-      UserError: the checkpoint's own classifier takes pictures of another size or knows other
-        classes.
-    """
+    such classifier. `UserError` if the checkpoint's own classifier takes pictures of another size
+    or knows other classes."""
     if not model.num_classes:
         return None
     size = model.pixels

@@ -29,9 +29,8 @@ WINDOW = 11  # side of the Gaussian window of SSIM in pixels (Wang et al. 2004),
 
 def psnr(a: Images, b: Images) -> Float[np.ndarray, " N"]:
     """Peak signal-to-noise ratio of each pair in dB, for a peak of 1; infinite if identical."""
-    a, b = _pair(a, b)
     pix = require("dm_pix", extra="eval", purpose="PSNR")
-    return np.asarray(pix.psnr(a, b))
+    return np.asarray(pix.psnr(*(jnp.asarray(x, jnp.float32) for x in (a, b))))
 
 
 def ssim(a: Images, b: Images) -> Float[np.ndarray, " N"]:
@@ -39,33 +38,14 @@ def ssim(a: Images, b: Images) -> Float[np.ndarray, " N"]:
 
     Images smaller than the window are compared with a window as wide as their shorter side.
     """
-    a, b = _pair(a, b)
+    a, b = (jnp.asarray(x, jnp.float32) for x in (a, b))
     pix = require("dm_pix", extra="eval", purpose="SSIM")
     return np.asarray(pix.ssim(a, b, filter_size=min(WINDOW, *a.shape[1:3])))
 
 
 def token_agreement(a: Tokens, b: Tokens) -> Float[np.ndarray, " N"]:
-    """Fraction of positions of each pair with equal tokens (or bits).
-
-    Raises:
-      UserError: for different shapes or no tokens at all.
-    """
-    a, b = np.asarray(a), np.asarray(b)
-    if a.shape != b.shape or not a.size:
-        raise UserError(f"tokens of shape {a.shape} and {b.shape} cannot be compared")
-    return (a == b).reshape(len(a), -1).mean(1)
-
-
-def _pair(a: Images, b: Images) -> tuple[Array, Array]:
-    """Returns both sets of images as float32 arrays of one shape."""
-    a, b = jnp.asarray(a), jnp.asarray(b)
-    if a.shape != b.shape or a.ndim != 4 or not a.size:
-        raise UserError(
-            f"images of shape {a.shape} and {b.shape} cannot be compared: both must be [N, H, W, C]"
-        )
-    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (a, b)):
-        raise UserError(f"images of type {a.dtype} and {b.dtype}: give floats in [0, 1]")
-    return a.astype(jnp.float32), b.astype(jnp.float32)
+    """Fraction of positions of each pair with equal tokens (or bits)."""
+    return (np.asarray(a) == np.asarray(b)).reshape(len(a), -1).mean(1)
 
 
 @jax.jit
@@ -76,15 +56,7 @@ def kl_divergence(
 
     Values are comparable only where both runs saw the same tokens before, which forced tokens
     ensure. Outcomes that the reference rules out (logit -inf) contribute nothing.
-
-    Raises:
-      UserError: shapes differ, or there is no vocabulary axis.
     """
-    if reference.shape != other.shape or not reference.ndim or not reference.shape[-1]:
-        raise UserError(
-            f"logits of shape {reference.shape} and {other.shape} cannot be compared: both must "
-            f"be [..., tokens, vocabulary]"
-        )
     p, q = (jax.nn.log_softmax(x.astype(jnp.float32), axis=-1) for x in (reference, other))
     terms = jnp.where(jnp.isneginf(p), 0.0, jnp.exp(p) * (p - q))
     return jnp.maximum(terms.sum(-1), 0.0)
@@ -244,11 +216,8 @@ METRICS = {metric.key: metric for metric in _METRICS}
 
 def register(metric: Metric) -> None:
     """Makes a metric of your own known: tables and reports of runs and sweeps show it from now on.
-
-    Raises:
-      UserError: it is no metric that compares pictures, or its key is taken or none that files can
-        have.
-    """
+    `UserError` if it is no metric that compares pictures, or its key is taken or none that files
+    can have."""
     if not isinstance(metric, Metric) or not callable(metric.compare):
         raise UserError(f"{show(metric)} is no Metric with a function `compare` for each image")
     if not re.fullmatch("[a-z][a-z0-9]{0,39}", metric.key):
@@ -266,7 +235,6 @@ OWN = own_modules.Kind(
     lambda metric: getattr(metric.compare, "__module__", ""),
     "call experiments.evaluation.metrics.register(Metric(...))",
 )
-load_module = OWN.load
 
 
 def definitions(metrics: Iterable[Metric] | None = None) -> dict[str, str]:

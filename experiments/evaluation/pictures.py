@@ -39,12 +39,8 @@ Fit = Callable[[np.ndarray], np.ndarray]
 
 class PictureArray:
     """The pictures in `arr_0` of an npz file, as ADM's evaluator takes them, with labels in
-    `arr_1`.
-
-    Raises:
-      UserError: the file cannot be read, or `arr_0` is no array of uint8 RGB pictures; the arrays
-        of labels or numbers have another length.
-    """
+    `arr_1`. `UserError` if the file cannot be read, `arr_0` is no array of uint8 RGB pictures, or
+    the arrays of labels or numbers have another length."""
 
     remarks = ()
 
@@ -81,13 +77,11 @@ class PictureArray:
 class _Encoded:
     """Pictures that are encoded one by one, and decoded when they are read. A set is checked as its
     object is made. Subclasses know a picture's name and bytes by its number: `_name`, `_bytes`.
+    `UserError` if a picture is damaged, has transparency, is of a kind that is not read, or has
+    another size than the first and `fit` is None: no picture is left out in silence.
 
     names: of the pictures, for the digest. fit: makes an array of the one size that a network takes
       of a picture of any size, if a set has several; None: it may not have.
-
-    Raises:
-      UserError: a picture is damaged, has transparency, is of a kind that is not read, or has
-        another size than the first and `fit` is None. No picture is left out in silence.
     """
 
     where: str
@@ -224,11 +218,8 @@ def file_digest(path: Path) -> str:
 
 
 def paired(first: Pictures, second: Pictures) -> list[int]:
-    """Places of the first set's pictures in the second one, in the order of the first.
-
-    Raises:
-      UserError: the sets differ in their number, their size or their keys.
-    """
+    """Places of the first set's pictures in the second one, in the order of the first. `UserError`
+    if the sets differ in their number, their size or their keys."""
     if first.count != second.count:
         raise UserError(
             f"{first.where} has {first.count} pictures, {second.where} has {second.count}: pictures"

@@ -74,12 +74,8 @@ class Statistics:
 
 
 def read_statistics(path: Path) -> Statistics | None:
-    """Read the statistics of a file; None if it holds none.
-
-    Raises:
-      UserError: an array is missing, has another shape or holds values that are NaN or infinite, or
-        a covariance is none.
-    """
+    """Read the statistics of a file; None if it holds none. `UserError` if an array is missing, has
+    another shape or holds values that are NaN or infinite, or a covariance is none."""
     wanted = [key for pair in KEYS.values() for key in pair]
     found = npz.load(path, (*wanted, *NOTES), largest=LARGEST)
     gaussians = {}

@@ -7,7 +7,6 @@ features, V classes, S splits.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Integer
@@ -26,9 +25,6 @@ PAIRS = 2**14  # computed again at a time
 FEW_DIGITS = 1e-6
 
 Features = Float[np.ndarray, "n D"]
-
-
-# --- Frechet distance -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -78,25 +74,20 @@ class Moments:
         self.count = total
 
     def gaussian(self) -> Gaussian:
-        """Mean and covariance of the pictures so far. `UserError` for fewer than two pictures,
-        which have no covariance."""
-        if self.count < 2:
-            raise UserError(f"{self.count} picture has no covariance: give at least 2")
+        """Mean and covariance of the pictures so far, which are at least two."""
         return Gaussian(self.mean, self.scatter / (self.count - 1), self.count)
 
 
 def frechet(first: Gaussian, second: Gaussian) -> float:
     """Squared Frechet distance of two normal distributions (Dowson and Landau 1982; FID: Heusel et
-    al. 2017): |m1 - m2|^2 + tr S1 + tr S2 - 2 tr sqrt(S1 S2).
+    al. 2017): |m1 - m2|^2 + tr S1 + tr S2 - 2 tr sqrt(S1 S2). `UserError` if the distance is
+    negative by more than rounding, or the features are different ones.
 
     With S = F F^T the last trace is the sum of the singular values of F1^T F2. The square root of a
     product of matrices would lose half of the digits where covariances are singular, which they are
     for fewer pictures than features. Nothing is added to their diagonals.
 
     What rounding leaves of equal distributions is 0.
-
-    Raises:
-      UserError: the distance is negative by more than rounding, or the features are different ones.
     """
     if first.mean.shape != second.mean.shape:
         raise UserError(
@@ -114,9 +105,6 @@ def frechet(first: Gaussian, second: Gaussian) -> float:
             " has negative eigenvalues, so it is no covariance; make its file again"
         )
     return 0.0 if value < len(shift) * np.finfo(np.float64).eps * total else value
-
-
-# --- Inception score ------------------------------------------------------------------------------
 
 
 def inception_scores(
@@ -138,9 +126,6 @@ def inception_scores(
     mean = probability / counts
     logs = np.log(np.maximum(mean, np.finfo(np.float64).tiny))
     return np.exp(negative_entropy / counts[:, 0] - (mean * logs).sum(1))
-
-
-# --- precision and recall -------------------------------------------------------------------------
 
 
 def _blocks(
@@ -172,13 +157,7 @@ def squared_radii(
     report: Callable[[int], None] = lambda rows: None,
 ) -> np.ndarray:
     """float64 [N]: squared distance of every point to its k-th neighbour. The point itself is not
-    counted.
-
-    Raises:
-      UserError: there are fewer than k other points.
-    """
-    if len(features) <= k:
-        raise UserError(f"{len(features)} pictures: precision and recall need at least {k + 1}")
+    counted; there are at least k others."""
     radii = np.empty(len(features))
     for part, rows in _blocks(features, centre, ROWS):
         nearest = np.empty((len(rows), 0))
@@ -206,31 +185,21 @@ def covered(
     return found
 
 
-class PrecisionRecall(NamedTuple):
-    """precision: part of the samples that lie among the reference. recall: part of the reference
-    that lies among the samples."""
-
-    precision: float
-    recall: float
-
-
 def precision_recall(
     reference: Features,
     samples: Float[np.ndarray, "m D"],
     k: int = NEIGHBOURS,
     report: Callable[[int], None] = lambda rows: None,
-) -> PrecisionRecall:
-    """Improved precision and recall (Kynkaanniemi et al. 2019), in float64 and block by block: the
-    whole matrix of distances never exists.
+) -> tuple[float, float]:
+    """Improved precision (part of the samples that lie among the reference) and recall (part of the
+    reference that lies among the samples; Kynkaanniemi et al. 2019), in float64 and block by block:
+    the whole matrix of distances never exists.
 
     report: called with a number of rows that have been compared, each row in two passes.
-
-    Raises:
-      UserError: fewer pictures than neighbours are needed.
     """
     centre = np.asarray(reference[: min(len(reference), ROWS)], np.float64).mean(0)
     their_radii = squared_radii(reference, centre, k, report)
     our_radii = squared_radii(samples, centre, k, report)
     precision = covered(samples, reference, their_radii, centre, report)
     recall = covered(reference, samples, our_radii, centre, report)
-    return PrecisionRecall(float(precision.mean()), float(recall.mean()))
+    return float(precision.mean()), float(recall.mean())

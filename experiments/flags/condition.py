@@ -94,8 +94,6 @@ class ConditionFlags:
                     raise UserError(f"--{holder.name}: {model.name} {WAYS[model.condition]}")
         return resolve(model, weights)
 
-    # --- classes ---
-
     def _of_labels(self, model: Model, weights: bool) -> Labels:
         num_classes = model.num_classes
         count = self._samples if self._count is None else self._count
@@ -122,8 +120,6 @@ class ConditionFlags:
                 arguments.integer(f"--{self._count.name}", number, 1, MOST_IMAGES)
             chosen = np.arange(number) % num_classes
         return Labels.of(chosen, num_classes, model.class_names)
-
-    # --- prompts ---
 
     def _resolve_text(self, model: Model, weights: bool) -> Text:
         config, path = model.config, self._features.value

@@ -63,7 +63,7 @@ class ProgramFlags:
 
     elsewhere: programs are compiled for chips that are not here. Types then default to what chips
     compute in, and each chip is checked for what it can do.
-    batches: whether the command has a --batch_size.
+    batches: whether the command has a --batch_size, `asked`.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class ProgramFlags:
                 "one axis may be -1: what is left over.",
             )
         if elsewhere:
-            self._batch_size = batch_size_flag(flags, USUAL_BATCH)
+            self.asked = batch_size_flag(flags, USUAL_BATCH)
         elif batches:
             usual = f"Images per program call; default: {USUAL_BATCH}, or what fits."
-            self._batch_size = flags.integer("batch_size", None, usual)
+            self.asked = flags.integer("batch_size", None, usual)
         self._dtype = dtype_flag(flags, "bfloat16" if elsewhere else None, "weights and cache")
         self._weights = flags.enum(
             "weights_dtype",
@@ -230,7 +230,7 @@ class ProgramFlags:
         """Return what bytes of a cache mean on this machine, for --batch_size or, if it is not
         given, the usual batch."""
         shards = options.mesh.data
-        each = self._batch_size.value or min(len(condition), USUAL_BATCH)
+        each = self.asked.value or min(len(condition), USUAL_BATCH)
         each = -(-each // shards)
         return Sizing(
             batch_size=each * shards,
@@ -238,11 +238,6 @@ class ProgramFlags:
             predict=lambda plan: options.predict_here(model, plan, each, condition).total,
             available=memory.available_bytes(),
         )
-
-    @property
-    def asked_batch_size(self) -> int:
-        """--batch_size as it is given."""
-        return self._batch_size.value
 
     def batch_size(
         self,
@@ -257,7 +252,7 @@ class ProgramFlags:
         """Return --batch_size or, if it is not given, the usual size cut down to the images of the
         condition and to what fits. It is a multiple of the devices along `data`. jobs: how many
         share the images (`experiments.parts`)."""
-        asked, shards = self._batch_size.value, options.mesh.data
+        asked, shards = self.asked.value, options.mesh.data
         if asked is not None:
             arguments.integer("--batch_size", asked, 1, arguments.LARGEST_BATCH)
         if asked and asked % shards:

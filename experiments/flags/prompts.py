@@ -48,11 +48,8 @@ class PromptFlags:
         self, holder: FlagHolder[str], texts: Sequence[str] | None, count: int
     ) -> PromptSet:
         """Return the prompts that a file of `count` prepared texts was made of: as they are given,
-        else as the file has them (`texts`). holder: the flag that names the file.
-
-        Raises:
-          UserError: the given prompts are others, or not as many.
-        """
+        else as the file has them (`texts`). holder: the flag that names the file. `UserError` if
+        the given prompts are others, or not as many."""
         found = self.read()
         if found is None:
             names = [f"{holder.value}, text {i}" for i in range(count)]

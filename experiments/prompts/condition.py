@@ -11,7 +11,6 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -140,9 +139,6 @@ def warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
-# --- encoding -------------------------------------------------------------------------------------
-
-
 def encoded(condition: Condition, model: Model, dtype: str) -> Condition:
     """Return the condition with its prompts encoded; labels are returned as they are. The encoder's
     memory is free again after it. `UserError` if the encoder cannot be used, or is another
@@ -151,34 +147,18 @@ def encoded(condition: Condition, model: Model, dtype: str) -> Condition:
         return condition
     prompts, encoder, most = condition.prompts, condition.encoder, condition.text_maxlen
     print(f"encoding {len(prompts)} prompts with {encoder}", file=sys.stderr, flush=True)
-    features, peak = encode(encoder, prompts, condition.negative, dtype=dtype, max_length=most)
-    fitted = features.fitted(model.config.text_channels, most).repeat(condition.each)
-    return replace(condition, features=fitted, peak_bytes=peak)
-
-
-def encode(
-    encoder: pathlib.Path,
-    prompts: PromptSet,
-    negative: PromptSet | None,
-    *,
-    dtype: str,
-    max_length: int,
-    batch_size: int = 8,
-    progress: Callable[[int, int], None] | None = None,
-) -> tuple[TextFeatures, int | None]:
-    """Call `text_encoder.encode_texts` so that its messages name the file and line of a prompt."""
-    return text_encoder.encode_texts(
+    features, peak = text_encoder.encode_texts(
         encoder,
         prompts.texts,
-        None if negative is None else negative.texts,
+        condition.negative and condition.negative.texts,
         dtype=dtype,
-        batch_size=batch_size,
-        max_length=max_length,
-        names=prompts.names,
-        negative_names=None if negative is None else negative.names,
-        progress=progress,
+        max_length=most,
+        names=prompts.names,  # of file and line, for messages
+        negative_names=condition.negative and condition.negative.names,
         warn=warn,
     )
+    fitted = features.fitted(model.config.text_channels, most).repeat(condition.each)
+    return replace(condition, features=fitted, peak_bytes=peak)
 
 
 def encoder_folder(checkpoint: str | os.PathLike, otherwise: str = "") -> pathlib.Path:

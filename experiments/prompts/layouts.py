@@ -47,14 +47,11 @@ def check_layout(
     height: int | None = None,
     width: int | None = None,
 ) -> None:
-    """Refuse what the official scorer cannot read, before images are made.
+    """Refuse what the official scorer cannot read, before images are made. `UserError` for more
+    images than the scorer takes, images that are not square, and a prompt whose name cannot be the
+    name of a file, or is the name of another prompt; `MissingExtra` without pillow.
 
     height, width: pixels of an image, where known.
-
-    Raises:
-      UserError: more images than the scorer takes, or images that are not square; a prompt whose
-        name cannot be the name of a file, or is the name of another prompt.
-      MissingExtra: without pillow.
     """
     most = {PromptFormat.HPSV2: 1, PromptFormat.DPG: len(TILES)}.get(prompt_set.kind)
     if most and images_per_prompt > most:

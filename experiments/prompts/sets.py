@@ -84,12 +84,8 @@ class PromptSet:
 
 
 def read_prompts(path: str | os.PathLike, kind: str = AUTO) -> PromptSet:
-    """Read a prompt file or folder. kind: one of `KINDS`.
-
-    Raises:
-      UserError: no path, no such file, another format, a bad entry (named with file and line), no
-        prompts or too many.
-    """
+    """Read a prompt file or folder. kind: one of `KINDS`. `UserError` for no path, no such file,
+    another format, a bad entry (named with file and line), no prompts or too many."""
     path = Path(values.path("prompts", path))
     choose("kind of prompts", kind, KINDS)
     if not path.exists():

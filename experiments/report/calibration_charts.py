@@ -40,11 +40,8 @@ def draw(
     return drawn
 
 
-# --- attention density (AMS-KV, Figure 4) ---
-
-
 def density_map(density: np.ndarray, geometry: Geometry) -> alt.Chart:
-    """Draw all heads at once: a row per head, heads of a layer below each other."""
+    """Draw all heads (AMS-KV, Figure 4): a row per head, heads of a layer below each other."""
     names = scale_names(geometry.schedule)
     data = [
         {"layer": i, "head": j, "source scale": names, "density": plain(density[i, j])}
@@ -68,11 +65,9 @@ def density_map(density: np.ndarray, geometry: Geometry) -> alt.Chart:
     )
 
 
-# --- key discrepancy (AMS-KV, Figure 6) ---
-
-
 def discrepancy(values: np.ndarray, geometry: Geometry) -> alt.Chart:
-    """Draw layers by scales. values: float [L, K]; the first scale has no scale before it."""
+    """Draw layers by scales (AMS-KV, Figure 6). values: float [L, K]; the first scale has no scale
+    before it."""
     names = scale_names(geometry.schedule)[1:]
     data = [{"layer": i, "scale": names, "distance": plain(v[1:])} for i, v in enumerate(values)]
     what = "distance of keys to those of the scale before, layers by scales"
@@ -86,13 +81,10 @@ def discrepancy(values: np.ndarray, geometry: Geometry) -> alt.Chart:
     )
 
 
-# --- pruning schedule (HeatKV, Figure 4) ---
-
-
 def pruning(
     budgets: Sequence[float], geometry: Geometry, calibration: Calibration
 ) -> Iterator[Pruning]:
-    """Yield the charts of every policy and budget."""
+    """Yield the charts of every policy and budget (HeatKV, Figure 4)."""
     for name, cls in (("binary_heatkv", BinaryHeatKV), ("heatkv", HeatKV)):
         for budget in budgets:
             try:
@@ -135,11 +127,9 @@ def _removals(last_use: np.ndarray, source: int, geometry: Geometry) -> alt.Char
     )
 
 
-# --- stability (HeatKV, Figure 6) ---
-
-
 def dispersion(values: np.ndarray, geometry: Geometry) -> alt.Chart:
-    """Draw the standard deviation of a head's rank, float [up to K - 1], per source scale."""
+    """Draw the standard deviation of a head's rank (HeatKV, Figure 6), float [up to K - 1], per
+    source scale."""
     scales = geometry.schedule.num_scales
     names = scale_names(geometry.schedule)[scales - 1 - len(values) : scales - 1]
     total = geometry.num_layers * geometry.num_heads

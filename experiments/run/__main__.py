@@ -195,9 +195,7 @@ def generate_series(
     what = f"{segments} segments" if segments else "the step of a token"
     say(f"{name}: compiling {what} for batches of {run.batch_size}")
     given = run.given_tokens
-    first = np.zeros(
-        generator.batch_size, np.int32
-    )  # any images will do: programs depend on shapes only
+    first = np.zeros(generator.batch_size, np.int32)  # any: programs depend on shapes only
     generator.compile(run.condition.take(first), None if given is None else given[first])
     say(
         f"{name}: compiled in {generator.timing.compile_s:.1f} s (compilation cache "

@@ -15,6 +15,7 @@ import numpy as np
 
 from experiments import images
 from experiments.batch_files import PIXELS
+from experiments.evaluation import metrics
 from experiments.json_text import json_text
 from experiments.output import BatchStore
 from experiments.prompts.layouts import write_images
@@ -59,7 +60,7 @@ def write_run(store: BatchStore, shown: Shown, report: dict) -> None:
     with _pixels(store) as pixels, new_folder(store.out, replaces=store.replaces) as out:
         write_pictures(out, shown, pixels)
         if shown.arrays is not None:
-            held = store.collect("main")
+            held = metrics.joined(found for _, found in store.batches("main"))
             for name in ("code_map", "images"):  # as documented, channels first
                 held[name] = np.moveaxis(held[name], -1, 1)
             np.savez(out / "arrays.npz", **{name: held[name] for name in shown.arrays})

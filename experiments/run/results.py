@@ -157,11 +157,8 @@ def fidelity(arrays: Arrays, judges: Mapping) -> dict:
     return {**metrics.summarize(rest), **psnr, **of_full, **judges}
 
 
-# --- parts of a run (`experiments.parts`), for `experiments.merge` ---
-
-
 def write_part(run: Run, store: PartStore, generator: Generator | None) -> None:
-    """Say that a part is finished. generator: None if it has no images."""
+    """Say that a part is finished, for `experiments.merge`. generator: None if it has no images."""
     main, arrays, said = store.series["main"], {}, shown(run)
     if run.compare and generator is not None:
         numbers = compared(run, store)

@@ -144,8 +144,7 @@ def make_service() -> "Service":
         choice.policy.check_images(1)
         return varjax.plan(model, choice.policy, sampling=choice.sampling)
 
-    building = {"make": make, "plan_of": plan_of, "build": program.build}
-    programs = Programs(model, usual, most=most, **building)
+    programs = Programs(model, usual, make=make, plan_of=plan_of, most=most, build=program.build)
     with about(POLICIES):
         return Service(
             model=model,

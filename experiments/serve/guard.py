@@ -39,9 +39,6 @@ TYPES |= {408: "timeout_error", 413: "request_too_large", 429: "rate_limit_error
 FAILED = "the server failed at this request; its log says why"
 
 
-# --- refusals ---
-
-
 class Refused(HTTPException):
     """A request that is not served: a status, words for people, the field that it is about."""
 
@@ -90,9 +87,6 @@ def answer(error: HTTPException) -> JSONResponse:
     """The response to a request that is not served."""
     headers = HEADERS | dict(error.headers or {})
     return JSONResponse(content(error), error.status_code, headers=headers)
-
-
-# --- the guard ---
 
 
 @dataclass(frozen=True, kw_only=True)

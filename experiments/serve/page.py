@@ -13,8 +13,8 @@ import time
 
 from fastapi.responses import HTMLResponse
 
+from experiments.serve.drawing import Item
 from experiments.serve.guard import Refused
-from experiments.serve.mixed_batch import Item
 from experiments.serve.programs import Choice
 from experiments.serve.service import LEVEL, Service
 from varjax.core.errors import UserError

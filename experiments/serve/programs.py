@@ -19,9 +19,8 @@ import jax
 import numpy as np
 import prometheus_client as prometheus
 
+from experiments.serve.drawing import Drawn, Item, Watched, decoded, draw, draw_nothing
 from experiments.serve.guard import AGAIN, Refused, ends
-from experiments.serve.mixed_batch import Drawn, Item, draw, draw_nothing
-from experiments.serve.previews import Previews, Watched
 from varjax.core.errors import UserError
 from varjax.core.plan import CachePlan
 from varjax.core.sampling import Sampling
@@ -80,7 +79,7 @@ class Programs:
     def compile(self) -> None:
         """Compile what draws one picture, what shows it meanwhile, and what encodes one that is
         edited: no request pays for it."""
-        Previews(self.model).warm()
+        decoded(self.model, np.zeros((1, *self.model.code_map), np.float32))
         with contextlib.suppress(UserError):  # a codec that encodes nothing: edits are refused
             source_tokens(self.model, np.zeros((1, *self.model.pixels, 3), np.float32))
         self.own = self.batches[1] = self._new_program(self.usual)

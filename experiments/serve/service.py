@@ -15,9 +15,8 @@ from functools import partial
 import numpy as np
 from jaxtyping import PyTree
 
+from experiments.serve.drawing import Drawn, Item, Patch, Preview, previews, read_own_size
 from experiments.serve.guard import Refused, Rules, about, content, event, refused
-from experiments.serve.mixed_batch import Drawn, Item, Patch, read_own_size
-from experiments.serve.previews import Preview, Previews
 from experiments.serve.programs import LOG, Batcher, Choice, Programs
 from experiments.serve.requests import EditRequest, ImageRequest
 from experiments.serve.subjects import Subjects
@@ -163,6 +162,7 @@ class Service:
         model, usual = self.model, self.programs.usual
         g = self.programs.plan_of(usual).geometry
         sampling = {name: getattr(usual.sampling, name) for name in SAMPLING}
+        sampling = {n: None if isinstance(v, tuple) else v for n, v in sampling.items()}
         policies = []
         for name, policy in self.offered.items():
             own = {f.name: f.default for f in dataclasses.fields(policy)}
@@ -174,15 +174,8 @@ class Service:
         told |= {"family": model.family.name, "size": self.size, "draws": g.kind}
         told |= {"classes": self.subjects.names, "examples": self.subjects.examples}
         told |= {"layers": g.num_layers, "heads": g.num_heads, "most_images": self.batcher.most}
-        return (
-            told
-            | self.cost(usual, self.programs.seconds)
-            | {
-                "maps": model.config.token_maps,
-                "policies": policies,
-                "sampling": {n: None if isinstance(v, tuple) else v for n, v in sampling.items()},
-            }
-        )
+        told |= self.cost(usual, self.programs.seconds)
+        return told | {"maps": model.config.token_maps, "policies": policies, "sampling": sampling}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -202,7 +195,7 @@ class Order:
         events, pictures, by number. Closing it takes back what nobody draws yet. Raises what goes
         wrong."""
         service, asked, loop = self.service, self.asked, asyncio.get_running_loop()
-        program, found, previews = None, asyncio.Queue(), Previews(service.model)
+        program, found = None, asyncio.Queue()
         if self.choice != service.programs.usual or asked.stream or asked.kept:
             compiling = asyncio.ensure_future(service.programs.program(self.choice))
             try:
@@ -219,7 +212,7 @@ class Order:
         rest = self.condition, self.seed
         heard = [partial(hear, i) if asked.stream else None for i in range(asked.n)]
         items = [Item(*rest, i, self.patch, program, h, asked.kept) for i, h in enumerate(heard)]
-        show = [previews.of_picture(asked.partial_images) for _ in items]
+        show = [previews(service.model, asked.partial_images) for _ in items]
         futures = service.batcher.put(items)
         for index, future in enumerate(futures):
             future.add_done_callback(lambda done, index=index: found.put_nowait((index, done)))

@@ -33,28 +33,21 @@ DIFFERENCE = (
 
 
 def bootstrap(values: Float[np.ndarray, "C N"]) -> Float[np.ndarray, "C 2"]:
-    """Return the interval of each row's mean; all rows share the resamples. It is NaN for a row
-    with values that are not finite, and for fewer than two images, whose spread is not known."""
+    """Return the interval of each row's mean, of finite numbers; all rows share the resamples. It
+    is NaN for fewer than two images, whose spread is not known."""
     rows, count = values.shape
-    found = np.full((rows, 2), np.nan)
-    usable = np.isfinite(values).all(1) & (count > 1)
-    if not usable.any():
-        return found
-    sound = values[usable].astype(np.float64)
-    middle = sound.mean(1, keepdims=True)
+    if count < 2:
+        return np.full((rows, 2), np.nan)
+    middle = values.mean(1, keepdims=True)
     random, step, means = np.random.default_rng(SEED), max(1, AT_ONCE // count), []
     for start in range(0, RESAMPLES, step):
         size = min(step, RESAMPLES - start)
         drawn = random.integers(0, count, (size, count)) + count * np.arange(size)[:, None]
         counts = np.bincount(drawn.ravel(), minlength=size * count).reshape(size, count)
         # around the mean: exactly 0 for a constant row
-        means.append(counts.astype(np.float64) @ (sound - middle).T / count)
+        means.append(counts.astype(np.float64) @ (values - middle).T / count)
     tail = (1 - LEVEL) / 2
-    found[usable] = middle + np.quantile(np.concatenate(means), [tail, 1 - tail], axis=0).T
-    return found
-
-
-# --- cells of a sweep ---
+    return middle + np.quantile(np.concatenate(means), [tail, 1 - tail], axis=0).T
 
 
 def add(cells: Sequence[dict], per_image: Mapping[str, Mapping[str, np.ndarray]]) -> None:

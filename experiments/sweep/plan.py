@@ -92,13 +92,11 @@ class Sweep(Generation):
 
 
 def parse_entries(text: str) -> list[Entry]:
-    """Read `"all"`, `"headkv,streaming:sinks=3+block_size=8"`.
+    """Read `"all"`, `"headkv,streaming:sinks=3+block_size=8"`. `UserError` for an empty or
+    malformed entry, an unknown policy, or the same entry twice.
 
     A comma separates entries only before a word that ends in a colon, a comma or the end of the
     text; a plus separates arguments only before `key=`. So values may hold both.
-
-    Raises:
-      UserError: an empty or malformed entry, an unknown policy, or the same entry twice.
     """
     named = [_parse_entry(part.strip(), text) for part in _NEXT_ENTRY.split(text)]
     labels = [entry.label for entry in named]

@@ -45,8 +45,6 @@ class ClassifierStage(TrainingStage):
         loss, right = np.mean(jax.device_get(parts), axis=0)
         return {"loss": float(loss), "accuracy": float(right)}
 
-    # --- compiled ---
-
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
     def _train(self, state: dict, images, labels):
         def loss_of(params, images, labels):

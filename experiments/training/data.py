@@ -146,10 +146,8 @@ def with_shifts(pictures: Dataset, count: int, seed: int) -> Dataset:
         return pictures
     labels = np.tile(pictures.train_labels, 1 + count)
     # for each copy of each picture an index into `MOVES`
-    rng, moves = (
-        np.random.default_rng((seed, count)),
-        np.empty((len(pictures.train), count), np.int8),
-    )
+    rng = np.random.default_rng((seed, count))
+    moves = np.empty((len(pictures.train), count), np.int8)
     for i in range(len(moves)):
         moves[i] = rng.choice(len(decoding.MOVES), count, replace=False)
     if isinstance(pictures.train, decoding.InFiles):
@@ -159,9 +157,6 @@ def with_shifts(pictures: Dataset, count: int, seed: int) -> Dataset:
     for i, copy in np.ndindex(moves.shape):
         train[1 + copy, i] = decoding.moved(train[0, i], *decoding.MOVES[moves[i, copy]])
     return replace(pictures, train=train.reshape(-1, *train.shape[2:]), train_labels=labels)
-
-
-# --- .npz ---
 
 
 def _read_npz(path: Path, image_size: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
@@ -200,13 +195,8 @@ def _unpack(
 ) -> np.ndarray:
     """Decode pictures that are stored one after another as files."""
     _check(path, "data", data, data.dtype == np.uint8 and data.ndim == 1, "uint8 [bytes]")
-    _check(
-        path,
-        "offsets",
-        offsets,
-        offsets.ndim == 1 and offsets.dtype.kind in "iu",
-        "integers [N + 1]",
-    )
+    is_list = offsets.ndim == 1 and offsets.dtype.kind in "iu"
+    _check(path, "offsets", offsets, is_list, "integers [N + 1]")
     outside = offsets.min() < 0 or offsets.max() > data.size
     offsets = offsets.astype(np.int64)
     if outside or (np.diff(offsets) <= 0).any():
@@ -229,9 +219,6 @@ def _resize_all(images: np.ndarray, path: Path, image_size: int, limit: int | No
     return decoding.together((fit_picture(x, size) for x in images), len(images), image_size)
 
 
-# --- folders ---
-
-
 def _fill(pictures: int, image_size: int, copies: int) -> bool:
     """Whether so many pictures and their copies would take more than `MEMORY` of this machine's."""
     try:
@@ -248,9 +235,6 @@ def _hold_out(images: np.ndarray, labels: np.ndarray, fraction: float, path: Pat
         raise UserError(f"{path} holds {len(images)} pictures, too few to hold out {count}")
     order = np.random.default_rng(decoding.SHUFFLE_SEED).permutation(len(images))
     return [(images[part], labels[part]) for part in (order[:-count], order[-count:])]
-
-
-# --- numbers ---
 
 
 def to_float(images: np.ndarray) -> np.ndarray:

@@ -68,11 +68,8 @@ def moved(
 ) -> UInt8[np.ndarray, "S S 3"]:
     """Return a picture at another place, its edges repeated. y, x: rows and columns that it moves
     up and left, plus `reach`, the largest move."""
-    edged, size = (
-        np.pad(picture, ((reach, reach), (reach, reach), (0, 0)), mode="edge"),
-        len(picture),
-    )
-    return edged[y : y + size, x : x + size]
+    edged = np.pad(picture, ((reach, reach), (reach, reach), (0, 0)), mode="edge")
+    return edged[y : y + len(picture), x : x + len(picture)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,17 +29,16 @@ FROM_NOTHING = ("autoencoder_steps", "reseed_every")
 
 
 def settings(init: str, **given) -> "FineTuning":
-    """Return the settings of a run that begins with the checkpoint `init`.
+    """Return the settings of a run that begins with the checkpoint `init`. `UserError` if there is
+    no such checkpoint, it cannot be trained, or something given contradicts.
 
     init: a folder, or a name that `varjax.load` knows. given: fields of `TrainingSettings`; sizes
       may be left out, and have to be the checkpoint's.
-
-    Raises:
-      UserError: there is no such checkpoint, it cannot be trained, or something given contradicts.
     """
     start = Start.read(init)
     refused = {name: f"the codec of init={init} has its codes" for name in FROM_NOTHING}
-    for name, has in start.sizes.items():
+    sizes = {name: has for name, has in start.held.items() if name != "label_drop"}
+    for name, has in sizes.items():
         if given.get(name, has) != has:
             refused[name] = f"init={init} has {name}={shown(has)}, which training does not change"
     if given.get("family", start.family) != start.family:
@@ -48,12 +47,12 @@ def settings(init: str, **given) -> "FineTuning":
         if name in refused:
             why = refused[name]
             raise UserError(f"{name}={shown(given[name])} given, but {why}: leave it out")
-    if given.get("label_drop") and not start.label_drop:
+    if given.get("label_drop") and not start.held["label_drop"]:
         raise UserError(
             f"label_drop={given['label_drop']} given, but init={init} was trained without a class"
             " for none: choose 0"
         )
-    own = {"label_drop": start.label_drop, **DEFAULTS, **given, **start.sizes}
+    own = {**start.held, **DEFAULTS, **given, **sizes}
     return FineTuning(start=start, **{**FAMILIES[start.family], "family": start.family, **own})
 
 
@@ -102,18 +101,12 @@ class Start:
                 raise UserError(f"init={path} {problem}")
         return cls(path, family, model_digest(found.metadata), transformer, codec, found.metadata)
 
-    @property
-    def label_drop(self) -> float:
-        """Probability with which labels were dropped in training."""
-        names = {name: field for field, name in FIELDS[self.family][1].items()}
-        return getattr(self.transformer, names["label_drop"])
-
     @cached_property
-    def sizes(self) -> dict:
-        """{setting: value} of all settings that describe what the checkpoint holds."""
+    def held(self) -> dict:
+        """{setting: value} of all settings that describe what the checkpoint holds: sizes, and how
+        often labels were dropped in training."""
         parts = zip((self.codec, self.transformer), FIELDS[self.family], strict=True)
         found = {n: getattr(part, field) for part, own in parts for field, n in own.items()}
-        del found["label_drop"]
         if self.family == "llamagen":
             return found | {"image_size": self.transformer.grid[0] * self.codec.downsample}
         sides = tuple(side for side, _ in self.transformer.schedule.maps)

@@ -14,7 +14,6 @@ import contextlib
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from experiments import processes
+from experiments.output import Stopped, say
 from experiments.training.stage import TrainingStage
 from varjax.core.errors import UserError, some
 from varjax.generation import hosts
@@ -35,20 +35,11 @@ RECORDS = "records.json"
 LARGEST_HISTORY = 2**30  # bytes
 
 
-class TrainingStopped(Exception):
-    """The system has asked to end, and all steps so far are stored."""
-
-    def __init__(self, stage: str, done: int, steps: int):
-        super().__init__(f"{stage}: {done} of {steps} steps are stored: resume by the same command")
-
-
 def check_folder(out: Path, settings: Mapping[str, Mapping]) -> None:
-    """Check that stages may start or go on in the folder `out`.
+    """Check that stages may start or go on in the folder `out`. `UserError` if `out` holds
+    something else, or a stage with other settings.
 
     settings: {stage: {name: value}}.
-
-    Raises:
-      UserError: `out` holds something else, or a stage with other settings.
     """
     begun = [stage for stage in settings if (out / stage / SETTINGS).is_file()]
     if not begun and {path.name for path in out.iterdir()} - {lock.NAME}:
@@ -105,14 +96,12 @@ class StageFolder(contextlib.AbstractContextManager):
 
     def restore(self, like: dict) -> tuple[dict | None, int]:
         """Return the newest sound checkpoint and its steps; None and 0 without checkpoints.
+        `UserError` if all checkpoints are damaged; they stay.
 
         like: a state, or shapes with the shardings of its arrays: the run may have begun on other
           devices.
 
         Damaged checkpoints that are newer are removed and reported.
-
-        Raises:
-          UserError: all checkpoints are damaged. They stay.
         """
         damaged: dict[int, UserError] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
@@ -128,7 +117,7 @@ class StageFolder(contextlib.AbstractContextManager):
                 damaged[step] = error
                 continue
             for newer, error in damaged.items():
-                say(f"{error}. Going on from step {step}", quiet=False)
+                say(f"{error}. Going on from step {step}")
                 self._manager.delete(newer)
             return found, step
         if damaged:
@@ -189,14 +178,12 @@ def run(
     stage: TrainingStage, out: str | os.PathLike, quiet: bool = False, *, goes_on: bool = False
 ) -> dict:
     """Train a stage to its last step in `out`, from its newest checkpoint if there is one.
+    `Stopped` if the system asked to end, by SIGTERM: a checkpoint is written. `UserError` if the
+    loss has become NaN or infinite: the last checkpoint stays.
 
     goes_on: another stage follows, so that who asks during the last step wants that one not begun.
 
     Returns the final state.
-
-    Raises:
-      TrainingStopped: the system asked to end, by SIGTERM. A checkpoint is written.
-      UserError: the loss has become NaN or infinite. The last checkpoint stays.
     """
     with StageFolder(out, stage.name, stage.settings.deciding(stage.name)) as folder:
         placed = jax.tree.map(
@@ -214,7 +201,7 @@ def run(
         with processes.Stop(start) as stop, hosts.answering():
             state = _loop(stage, folder, state, start, quiet, stop)
             if goes_on and stop.after_step():
-                raise TrainingStopped(stage.name, stage.steps, stage.steps)
+                raise Stopped(stage.steps, stage.steps, "steps", f"{stage.name}: ")
             return state
 
 
@@ -249,7 +236,7 @@ def _loop(
         if final or stopped or done % settings.checkpoint_every == 0:
             folder.save(done, state, jax.device_get(window))
         if stopped:
-            raise TrainingStopped(stage.name, done, stage.steps)
+            raise Stopped(done, stage.steps, "steps", f"{stage.name}: ")
     return state
 
 
@@ -275,9 +262,3 @@ def _numbers(values: Mapping[str, float | list[float]]) -> str:
         listed = value if isinstance(value, list) else [value]
         parts.append(f"{name} {' '.join(f'{v:.4g}' for v in listed)}")
     return "  ".join(parts)
-
-
-def say(text: str, quiet: bool) -> None:
-    """Print one line on standard error, in one process."""
-    if not quiet and hosts.is_first():
-        print(text, file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import processes
+from experiments.output import say
 from experiments.training import data, loop
 from experiments.training.classifier_trainer import ClassifierStage
 from experiments.training.mesh import TrainingMesh
@@ -43,17 +44,15 @@ def train(
     quiet: bool = False,
     mesh: TrainingMesh | None = None,
 ) -> Path | None:
-    """Run one of `STAGES` in the folder `out`, and resume what is there.
+    """Run one of `STAGES` in the folder `out`, and resume what is there. `Stopped` if the system
+    asked to end, by SIGTERM: the same call goes on. `UserError` if settings or data are wrong, or
+    `out` cannot be used: nothing is written then.
 
     mesh: devices to train on; a run may go on with others. None: one.
 
     Returns the folder of the finished checkpoint, or None after stage "vqvae".
 
     Many processes call it alike, and share the folder.
-
-    Raises:
-      TrainingStopped: the system asked to end, by SIGTERM; the same call goes on.
-      UserError: settings or data are wrong, or `out` cannot be used. Nothing is written then.
     """
     with processes.together():
         choose("stage", stage, STAGES)
@@ -180,13 +179,13 @@ def _train(
         return None
     path, count = out / "var" / "tokens.npz", len(pictures.train)
     if not processes.say_all(np.array(path.exists()))[0]:
-        loop.say(f"var: tokenising {count} pictures and their mirror images", quiet)
+        say(f"var: tokenising {count} pictures and their mirror images", quiet)
         write_tokens(path, codec, pictures, settings)
     with processes.together():
         tokens = read_tokens(path, pictures, config)
     if start:
         rows, line = start.classes(pictures)
-        loop.say(f"var: {line}", quiet)
+        say(f"var: {line}", quiet)
         given = partial(start.transformer_parameters, rows, settings.seed)
     made, quantizer = TRANSFORMERS[settings.family], getattr(codec, "quantizer", None)
     transformer_stage = made(settings, config, tokens, quantizer, mesh=mesh, given=given)

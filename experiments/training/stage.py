@@ -169,16 +169,14 @@ class TrainingStage:
         return Ahead(self.data.train, lambda n: self.pictures(n)[0], own)
 
 
-# --- which pictures a step sees: a pure function of seed and step, so resuming needs no state -----
-
-
 @lru_cache(maxsize=2)
 def _order(count: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(count)
 
 
 def pictures_of_step(count: int, batch_size: int, seed: int, step: int) -> np.ndarray:
-    """Return int64 [batch_size], the pictures of a step. Every epoch is a new permutation."""
+    """Return int64 [batch_size], the pictures of a step. Every epoch is a new permutation. It is a
+    pure function of seed and step, so that resuming needs no state."""
     positions = step * batch_size + np.arange(batch_size)
     return np.array([_order(count, seed, int(p // count))[p % count] for p in positions])
 

@@ -78,8 +78,6 @@ class TransformerStage(TrainingStage):
         by_range = [round(float(loss[a:b].mean()), 4) for a, b in ranges]
         return {"loss": float(loss.mean()), "accuracy": float(right.mean()), name: by_range}
 
-    # --- compiled ---
-
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
     def _train(self, state: dict, quantizer: Quantizer, tokens, labels, key):
         drop = jax.random.bernoulli(key, self.settings.label_drop, labels.shape)

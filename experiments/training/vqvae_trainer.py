@@ -94,8 +94,6 @@ class VQVAEStage(TrainingStage):
         state = _with_codes(state, codes, moved)
         return jax.device_put(state, self.places(state))
 
-    # --- compiled ---
-
     @functools.partial(jax.jit, static_argnums=(0, 3), donate_argnums=1)
     def _train(self, state: dict, images, quantise: bool):
         loss_of = functools.partial(self._loss, quantise=quantise)

@@ -109,12 +109,8 @@ class TorchTensor:
 
 class TorchFile:
     """An open file of torch.save. `content` is the unpickled object, with a `TorchTensor` for each
-    tensor.
-
-    Raises:
-      UserError: the file is no zip of torch.save, has another byte order, is damaged, or its pickle
-        refers to anything beyond tensors and plain containers.
-    """
+    tensor. `UserError` if the file is no zip of torch.save, has another byte order, is damaged, or
+    its pickle refers to anything beyond tensors and plain containers."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -266,12 +262,9 @@ class SafeTensor:
 
 
 def read_safetensors(path: Path) -> dict[str, SafeTensor]:
-    """Open a file and return {name: tensor}; values are not read yet.
-
-    Raises:
-      UserError: the file is damaged, or has a type that no weights have.
-      MissingExtra: the package `safetensors` is not installed.
-    """
+    """Open a file and return {name: tensor}; values are not read yet. `UserError` if the file is
+    damaged, or has a type that no weights have; `MissingExtra` without the package
+    `safetensors`."""
     found = {}
     with _opened(path) as file:
         for name in file.keys():  # noqa: SIM118

@@ -280,14 +280,11 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def open_t5_folder(path: str | os.PathLike, signature: Sequence[str]) -> tuple[T5Config, Source]:
-    """Return the configuration and the weights, not read yet, of a T5.
+    """Return the configuration and the weights, not read yet, of a T5. `UserError` if a file is
+    missing or unusable; `MissingExtra` without `sentencepiece`.
 
     The folder is as Hugging Face publishes flan-t5: `config.json`, `spiece.model`, and the weights
     in any of their containers. The tokenizer is checked.
-
-    Raises:
-      UserError: a file is missing or unusable.
-      MissingExtra: `sentencepiece` is not installed.
     """
     folder = Path(path)
     if not folder.is_dir():

@@ -30,10 +30,7 @@ def unwrapped(name: str) -> str:
 
 def without_wrappers(path: Path, tensors: Mapping) -> tuple[dict, str]:
     """Return {name: tensor} without wrappers and by-products, and what was left out, in words.
-
-    Raises:
-      UserError: two tensors differ only in the wrappers of their names.
-    """
+    `UserError` if two tensors differ only in the wrappers of their names."""
     names: dict[str, list[str]] = {}
     for name in tensors:
         names.setdefault(unwrapped(name), []).append(name)

@@ -42,11 +42,8 @@ def original(
     say: Callable[[str], None],
 ) -> Mapping:
     """Return what the configuration `file` holds in the original's names. A file that is not of
-    this kind is returned as it is, and no weights are opened.
-
-    Raises:
-      UserError: a section is no section, or the model is none of Janus-Pro's kind.
-    """
+    this kind is returned as it is, and no weights are opened. `UserError` if a section is no
+    section, or the model is none of Janus-Pro's kind."""
     if given.get("model_type") != KIND:
         return given
     tensors, inside = weights().tensors, JanusConfig.inside

@@ -168,7 +168,7 @@ def test_a_reference_of_several_sizes_and_grey(call, networks, tmp_path):
 
 def clean_features(networks, images):
     """Mean and covariance of the features of pictures that Pillow has resized."""
-    network = extractors.open_inception(str(networks / "inception-fid"), "clean")
+    network = extractors.open_inception(str(networks / "inception-fid"), recipe.PATHS["clean"])
     program, moments = CompiledNetwork(network, (299, 299), 8), Moments(network.widths["pool"])
     moments.add(np.asarray(program.start(np.stack([*map(resized, images)]))["pool"])[: len(images)])
     return moments.gaussian()

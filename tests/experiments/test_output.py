@@ -202,7 +202,7 @@ def test_batches_damaged_during_the_run_are_named(tmp_path):
         runs.draw(disturbed)
         (disturbed.work.path / "main-00000002.npz").write_bytes(b"")
         with pytest.raises(UserError, match=r"main-00000002.npz is damaged .*again"):
-            disturbed.collect("main")
+            list(disturbed.batches("main"))
     assert runs.finish(runs.store(out))[0] == [("main", 2)]
 
 

@@ -7,6 +7,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from experiments.evaluation.extractors import open_inception, open_lpips
+from experiments.evaluation.protocols import PROTOCOLS
 from ported_weights.convert import convert_part
 from tests.experiments.evaluation import recipe
 from varjax.core.errors import UserError
@@ -37,7 +38,7 @@ def test_inception_from_a_torch_file(torch_zip, weights, tmp_path):
     lines = []
     convert_part("inception-fid", str(source), str(tmp_path / "out"), say=lines.append)
     assert "472 tensors read" in lines[0] and "94 counters of training steps ignored" in lines[0]
-    network = open_inception(str(tmp_path / "out"), "tf1")
+    network = open_inception(str(tmp_path / "out"), PROTOCOLS["adm"])
     assert network.widths == {"pool": 256, "spatial": 2023, "logits": 126}
     found = parameters.named(network.module)
     assert sum(a.size for a in found.values()) == sum(a.size for a in weights.values())

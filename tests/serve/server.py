@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 
-from experiments.serve.mixed_batch import Drawn
+from experiments.serve.drawing import Drawn
 from experiments.serve.subjects import subjects
 from varjax.calibration import files as calibration_lib
 from varjax.core.planner import plan_cache

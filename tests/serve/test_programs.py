@@ -11,7 +11,7 @@ import pytest
 
 import varjax
 from experiments.budgets import images_at_once
-from experiments.serve.mixed_batch import Item
+from experiments.serve.drawing import Item
 from tests import models_under_test as models
 from tests.serve.server import MODEL, FakePrograms, programs_of
 from varjax.core.errors import UserError

@@ -12,4 +12,4 @@ def inception_folder():
 
 @pytest.fixture(scope="session")
 def inception(inception_folder):
-    return open_inception(str(inception_folder), "tf1")
+    return open_inception(str(inception_folder), recipe.PATHS["tf1"])

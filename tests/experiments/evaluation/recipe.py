@@ -10,10 +10,13 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from experiments.evaluation.protocols import PROTOCOLS
 from ported_weights.convert import convert_part
 from tests.models_under_test import MODELS
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "eval"
+# {way to 299x299 pixels: a protocol that takes it}, in the order of the fixtures
+PATHS = {PROTOCOLS[name].path: PROTOCOLS[name] for name in ("pytorch-fid", "adm", "clean-fid")}
 
 
 def uniform(name: str, shape, salt: str) -> np.ndarray:

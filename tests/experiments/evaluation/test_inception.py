@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.evaluation import resizing
 from tests.experiments.evaluation import recipe
 from varjax.core.errors import UserError
 from varjax.models.judges.inception import CONVOLUTIONS, SPATIAL_SIDE, InceptionConfig
@@ -19,9 +18,9 @@ def outputs(inception):
     """{path: (features, activations)} of the pictures of the fixtures."""
     run = jax.jit(lambda module, x: (module(x), module.activations(x)))
     known, found = recipe.arrays("inception"), {}
-    for path in resizing.PREPARATIONS:
-        images = [known[f"image_{i}"][None] for i in IMAGES]
-        x = jnp.concatenate([resizing.prepare(jnp.asarray(image), path) for image in images])
+    for path, protocol in recipe.PATHS.items():
+        images = [jnp.asarray(known[f"image_{i}"][None]) for i in IMAGES]
+        x = jnp.concatenate([protocol.normalise(protocol.resized(image)) for image in images])
         found[path] = jax.device_get(run(inception.module, x))
     return found
 
@@ -30,7 +29,7 @@ def known(name: str) -> np.ndarray:
     return recipe.arrays("inception")[f"out.{name}"]
 
 
-@pytest.mark.parametrize("path", resizing.PREPARATIONS)
+@pytest.mark.parametrize("path", recipe.PATHS)
 def test_features(outputs, path):
     found = outputs[path][0]["pool"]
     np.testing.assert_allclose(found, known(f"{path}_feat"), atol=1e-4)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from experiments.evaluation.metrics import psnr, ssim, token_agreement
-from varjax.core.errors import UserError
 
 
 def pairs(count=3, height=20, width=16):
@@ -49,25 +48,9 @@ def test_ssim_is_per_image(height, width, side):
     chex.assert_trees_all_close(ssim(a, a), 1.0, atol=1e-6)
 
 
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("metric", [psnr, ssim])
-def test_images_that_do_not_compare(metric):
-    a, b = pairs()
-    with pytest.raises(UserError, match="cannot be compared"):
-        metric(a, b[:2])
-    with pytest.raises(UserError, match="cannot be compared"):
-        metric(a[0], b[0])
-    with pytest.raises(UserError, match=r"floats in \[0, 1\]"):
-        metric((a * 255).astype(np.uint8), (b * 255).astype(np.uint8))
-
-
 def test_token_agreement():
     a = np.array([[1, 2, 3, 4], [5, 6, 7, 8]])
     assert token_agreement(a, a).tolist() == [1.0, 1.0]
     assert token_agreement(a, np.where(a > 6, 0, a)).tolist() == [1.0, 0.5]
     bits = np.repeat(a[..., None], 2, -1)
     assert token_agreement(bits, bits * [1, 0]).tolist() == [0.5, 0.5]
-    with pytest.raises(UserError, match="cannot be compared"):
-        token_agreement(a, a[:1])
-    with pytest.raises(UserError, match="cannot be compared"):
-        token_agreement(a[:0], a[:0])

@@ -5,25 +5,24 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from experiments.evaluation import resizing
 from tests.experiments.evaluation import recipe
 
 TOLERANCES = {"pfid": 2e-5, "tf1": 5e-3, "clean": 1e-3}  # pfid on values 0..1
 
 
 def resized(image: np.ndarray, path: str) -> np.ndarray:
-    found = np.asarray(resizing.resize(jnp.asarray(image[None]), path))[0]
+    found = np.asarray(recipe.PATHS[path].resized(jnp.asarray(image[None])))[0]
     return found.clip(0, 255) if path == "clean" else found / (255 if path == "pfid" else 1)
 
 
 @pytest.mark.parametrize("image", [0, 4, 7])
-@pytest.mark.parametrize("path", resizing.PREPARATIONS)
+@pytest.mark.parametrize("path", recipe.PATHS)
 def test_pictures_are_resized_as_by_the_originals(path, image):
     """64x64, 100x80 and 256x256 pixels; at some rows and columns, and the mean of all."""
     known = recipe.arrays("inception")
     found, at = resized(known[f"image_{image}"], path), known["idx"]
     np.testing.assert_allclose(found[at][:, at], known[f"{path}_{image}"], atol=TOLERANCES[path])
-    mean = known[f"sum_{image}"][list(resizing.PREPARATIONS).index(path)]
+    mean = known[f"sum_{image}"][list(recipe.PATHS).index(path)]
     np.testing.assert_allclose(found.astype(np.float64).mean((0, 1)), mean, atol=TOLERANCES[path])
 
 
@@ -38,11 +37,12 @@ def test_the_clean_path_is_pillows(size):
     )
 
 
-@pytest.mark.parametrize("path", resizing.PREPARATIONS)
+@pytest.mark.parametrize("path", recipe.PATHS)
 def test_values_that_the_network_sees(path):
     """Pictures that fit are not touched; the range is that of the original."""
     image = np.arange(256, dtype=np.uint8)[:, None].repeat(299 * 299 * 3 // 256 + 1, 1)
     image = image.reshape(-1)[: 299 * 299 * 3].reshape(1, 299, 299, 3)
-    found = np.asarray(resizing.prepare(jnp.asarray(image), path))
+    protocol = recipe.PATHS[path]
+    found = np.asarray(protocol.normalise(protocol.resized(jnp.asarray(image))))
     exact = image / 127.5 - 1 if path == "pfid" else (image - 128.0) / 128
     np.testing.assert_allclose(found, exact, atol=1e-6)

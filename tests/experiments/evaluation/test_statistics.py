@@ -52,8 +52,6 @@ def test_moments_are_those_of_all_rows():
     found, exact = gaussian(x, 7), x.astype(np.float64)
     np.testing.assert_allclose(found.mean, exact.mean(0), rtol=1e-14)
     np.testing.assert_allclose(found.covariance, np.cov(exact.T), rtol=1e-10, atol=1e-12)
-    with pytest.raises(UserError, match="1 picture has no covariance"):
-        gaussian(x[:1])
 
 
 @pytest.mark.parametrize("rows, columns", [(40, 256), (300, 64)])
@@ -106,7 +104,7 @@ def test_precision_and_recall(case, monkeypatch):
         monkeypatch.setattr(statistics, "COLUMNS", 100)
     for k, exact in cases.items():
         found = precision_recall(reference, samples, int(k))
-        assert (found.precision, found.recall) == (exact["precision"], exact["recall"])
+        assert found == (exact["precision"], exact["recall"])
     centre = np.zeros(reference.shape[1])
     radii = squared_radii(reference, centre)
     np.testing.assert_allclose(radii, known[f"{case}.k3.radius2_ref"], rtol=1e-6, atol=1e-20)
@@ -117,6 +115,4 @@ def test_equal_pictures_have_distance_zero():
     x = 1e3 * np.random.default_rng(0).normal(size=(3, 9)).astype(np.float32)
     many = np.repeat(x, 4, axis=0)
     assert squared_radii(many, np.zeros(9)).max() == 0
-    assert precision_recall(many, x.repeat(5, 0)) == statistics.PrecisionRecall(1, 1)
-    with pytest.raises(UserError, match="3 pictures: precision and recall need at least 4"):
-        precision_recall(x, many)
+    assert precision_recall(many, x.repeat(5, 0)) == (1, 1)

@@ -77,7 +77,7 @@ def test_a_run_that_was_asked_to_end_goes_on_exactly(whole, tmp_path, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(VQVAEStage, "step", asked)
-        with pytest.raises(loop.TrainingStopped, match="21 of 40 steps are stored"):
+        with pytest.raises(loop.Stopped, match="21 of 40 steps are stored"):
             session.train(settings, "vqvae", tmp_path / "asked", quiet=True)
     session.train(settings, "vqvae", tmp_path / "asked", quiet=True)
     assert history(tmp_path / "asked", "vqvae") == history(out, "vqvae")
@@ -106,7 +106,7 @@ def test_sigterm_in_the_last_step_of_the_codec(whole, tmp_path, monkeypatch):
         return steps(*arguments)
 
     monkeypatch.setattr(loop, "_loop", asked)
-    with pytest.raises(loop.TrainingStopped, match="vqvae: 40 of 40 steps are stored: resume"):
+    with pytest.raises(loop.Stopped, match="vqvae: 40 of 40 steps are stored: resume"):
         session.train(settings, "both", out, quiet=True)
 
 

@@ -188,7 +188,7 @@ class InceptionBlock(nnx.Module):
 
 
 class Inception(nnx.Module):
-    """Pictures, resized and normalised (`experiments.evaluation.resizing`), to features."""
+    """Pictures, resized and normalised (`experiments.evaluation.protocols`), to features."""
 
     def __init__(self, config: InceptionConfig, *, rngs: nnx.Rngs | None = None):
         self.config, width = config, 3

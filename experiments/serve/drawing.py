@@ -1,27 +1,33 @@
-"""Images that have nothing in common, drawn in one batch: each has its own condition, its own seed
-and number, and may be an edit. For servers, which draw what different people ask for together.
+"""Pictures that a server draws: in batches whose images have nothing in common, each with its own
+condition, its own seed and number, and perhaps an edit; and previews of them meanwhile.
 
 Image i of a request with seed s is image i of `experiments.run --seed=s` for the same class or
 prompt, whoever else is in its batch: every image has a key of its own, folded from its seed and its
 number. The program takes given tokens, so that edits share batches with images drawn freely.
 """
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from experiments.serve.previews import Watched
 from varjax.core.errors import UserError
 from varjax.core.given import Given
+from varjax.core.sequence import Schedule, TokenSequence
 from varjax.editing import masks
 from varjax.editing.edit import source_tokens
+from varjax.generation.build import Build
 from varjax.generation.generator import Generator
 from varjax.models.model import Model
 from varjax.storage import pictures
+
+LINES = 2  # of a token model, between two previews
+GREY = np.uint8(128)
+Hear = Callable[[int, np.ndarray], None]  # of a scale and the code map after it, or of a token
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +94,35 @@ def given_tokens(model: Model, patches: Sequence[Patch | None]) -> Given:
     return Given(tokens, where)
 
 
+class Watched:
+    """A generator each of whose runs may be heard by somebody else.
+
+    make: returns the generator from `build=...`. build: all of it but `watch`.
+    """
+
+    def __init__(self, make: Callable[..., Generator], build: Build):
+        # JAX keeps what it has traced for a while, and with it who hears: so that must not know the
+        # generator, whose programs would stay as long
+        self._heard = heard = [None]
+
+        def watch(number, what) -> None:
+            if heard[0] is not None:
+                heard[0](int(number), np.array(what))
+
+        self.generator = make(build=replace(build, watch=watch))
+
+    @contextlib.contextmanager
+    def heard_by(self, hear: Hear | None) -> Iterator[None]:
+        """A run inside tells `hear` of every scale or token before this ends, on another thread
+        (`Generator`: watch)."""
+        self._heard[0] = hear
+        try:
+            yield
+            jax.effects_barrier()
+        finally:
+            self._heard[0] = None
+
+
 @dataclass(frozen=True, eq=False)
 class Item:
     """One image that is to be drawn.
@@ -102,7 +137,7 @@ class Item:
     number: int
     patch: Patch | None = None
     program: Watched | None = None
-    hear: Callable[[int, np.ndarray], None] | None = None
+    hear: Hear | None = None
     kept: bool = False
 
 
@@ -128,14 +163,14 @@ def draw(program: Generator | Watched, items: Sequence[Item]) -> list[Drawn]:
     generator = program.generator if watched else program
     padded = [*items, *[items[-1]] * (generator.batch_size - len(items))]
     condition = jax.tree.map(lambda *a: np.concatenate(a), *(item.condition for item in padded))
-    results, state = program.run_batch(
-        condition,
-        np.array([item.number for item in padded], np.int32),
-        seed=np.array([item.seed for item in padded], np.int32),
-        given=given_tokens(generator.model, [item.patch for item in padded]),
-        keep_cache=first.kept and generator.plan.final_cache_tells,
-        **({"hear": first.hear} if watched else {}),
-    )
+    with program.heard_by(first.hear) if watched else contextlib.nullcontext():
+        results, state = generator.run_batch(
+            condition,
+            np.array([item.number for item in padded], np.int32),
+            seed=np.array([item.seed for item in padded], np.int32),
+            given=given_tokens(generator.model, [item.patch for item in padded]),
+            keep_cache=first.kept and generator.plan.final_cache_tells,
+        )
     images, tokens = np.asarray(results["images"]), np.asarray(results["tokens"])
     batch, seconds, kept, found = object(), time.perf_counter() - start, None, []
     if first.kept:
@@ -153,3 +188,75 @@ def draw_nothing(generator: Generator) -> None:
     condition = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
     nothing = given_tokens(generator.model, [None] * size)
     generator.run_batch(condition, np.zeros(size, np.int32), given=nothing, keep_cache=False)
+
+
+# --- previews: after every scale, or every few lines ---
+
+
+@dataclass(frozen=True, eq=False)
+class Preview:
+    """A preview: a picture uint8 [H, W, 3], the part that is done, and words."""
+
+    picture: np.ndarray
+    part: float
+    words: str
+
+
+Show = Callable[[int, np.ndarray], Preview | None]
+_decode = jax.jit(lambda codec, code_map: codec.decode(code_map))
+
+
+def previews(model: Model, most: int | None = None) -> Show:
+    """Returns what makes the previews of one picture, at most so many, from the number of each
+    scale and the code map after it, or of each token and the token."""
+    order = model.geometry.schedule
+    if isinstance(order, TokenSequence):
+        return _of_lines(model, order, most)
+    return _of_scales(model, order, most)
+
+
+def _of_scales(model: Model, order: Schedule, most: int | None) -> Show:
+    maps, chosen = order.maps, _chosen(order.num_scales, most)
+
+    def show(number: int, code_map: np.ndarray) -> Preview | None:
+        if number not in chosen:
+            return None
+        (h, w), part = maps[number], (number + 1) / len(maps)
+        return Preview(decoded(model, code_map), part, f"scale {number + 1}: {h} x {w}")
+
+    return show
+
+
+def _of_lines(model: Model, order: TokenSequence, most: int | None) -> Show:
+    rows, columns = model.code_map[:2]
+    places = {int(p): i for i, p in enumerate(order.places)}
+    chosen = _chosen(rows // LINES, most)
+    tokens = np.zeros((1, rows * columns), np.int32)
+
+    def show(number: int, token: np.ndarray) -> Preview | None:
+        place = places.get(number)
+        if place is None:  # a new line
+            return None
+        tokens[0, place] = token.reshape(-1)[0]
+        stage, rest = divmod(place + 1, LINES * columns)
+        if rest or stage - 1 not in chosen:
+            return None
+        picture = decoded(model, model.codec.code_map(jax.numpy.asarray(tokens), (rows, columns)))
+        line = stage * LINES
+        picture[line * (picture.shape[0] // rows) :] = GREY
+        return Preview(picture, line / rows, f"line {line} of {rows}")
+
+    return show
+
+
+def decoded(model: Model, code_map: np.ndarray | jax.Array) -> np.ndarray:
+    """The picture uint8 [H, W, 3] of what is drawn so far. Its first call compiles what decodes."""
+    pixels = _decode(model.codec, jax.numpy.asarray(code_map))
+    return pictures.to_uint8((np.asarray(pixels) + 1) / 2)[0]
+
+
+def _chosen(stages: int, most: int | None) -> set[int]:
+    """Stages, at most so many, after which a preview is shown."""
+    last = stages - 1  # after it comes the picture itself
+    count = last if most is None else min(most, last)
+    return {int(n) for n in np.linspace(0, last, count + 1)[1:] - 1} if count else set()
