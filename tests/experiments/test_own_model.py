@@ -117,7 +117,7 @@ def test_models_that_cannot_be(refused, tmp_path_factory, text, message):
 def test_metrics_that_cannot_be(tmp_path, text, message):
     known = set(metrics.METRICS)
     with pytest.raises(UserError, match=message):
-        metrics.load_module(write(tmp_path, text))
+        metrics.OWN.load(write(tmp_path, text))
     assert set(metrics.METRICS) == known
 
 
@@ -126,7 +126,7 @@ def test_a_sweep_has_its_columns(tmp_path):
     from experiments.sweep import tables
 
     before = tables.csv_fields()
-    metrics.load_module(write(tmp_path, METRIC))
+    metrics.OWN.load(write(tmp_path, METRIC))
     after = tables.csv_fields()
     assert after[: len(before)] == before and len(set(after)) == len(after)
     assert {"brightness", "brightness_std", "brightness_low"} <= set(after[len(before) :])
