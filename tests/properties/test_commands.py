@@ -152,7 +152,7 @@ def light(monkeypatch):
     aot, bench, serve = (_module(f"experiments.{name}") for name in names)
     for owner, name in (
         (condition, "encoded"),
-        (condition, "encode"),
+        (condition.text_encoder, "encode_texts"),
         (worker, "here"),
         (loop, "run"),
         (bench.measured, "timed"),
