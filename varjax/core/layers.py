@@ -175,7 +175,8 @@ class ResidualStream:
     def normalized(
         self, vectors: PyTree[Array], scale: int, shift: int, eps: float
     ) -> tuple[PyTree[Array], Self]:
-        """The normalised, modulated stream, and the one to go on with (scale, shift: places)."""
+        """The normalised and modulated stream, and the stream to go on with. scale, shift: places
+        in `vectors`."""
         normal = layer_norm(self.value, eps)
         return modulate(normal, vectors[:, scale], vectors[:, shift]), self
 
