@@ -180,7 +180,15 @@ class RegionAllocation:
         )
 
     def capacity(self, geometry: Geometry) -> np.ndarray:
-        return self.region_capacity.astype(np.int32)
+        """int32 [K, L, N], as `StaticAllocation.capacity`. `UserError` for what cannot be one."""
+        shape = geometry.schedule.num_scales, geometry.num_layers, geometry.num_heads
+        capacity = np.asarray(self.region_capacity).astype(np.int32)
+        if capacity.shape != shape or capacity[0].any():
+            raise UserError(
+                f"region_capacity of shape {capacity.shape}: give int [K, L, N] = {shape}, 0 at "
+                f"scale 0, which finds an empty cache"
+            )
+        return capacity
 
 
 Allocation = StaticAllocation | RegionAllocation

@@ -240,8 +240,7 @@ class CommonSlots:
         """
         found = [np.zeros(0, np.int64)]
         for count, behind in zip(counts.tolist(), last.tolist(), strict=True):
-            # Every change of block is another table entry, which kernels copy and look up on their
-            # own.
+            # Every change of block is another table entry, which kernels copy and look up.
             while count:
                 block, before = divmod(behind, self._size)
                 runs = self._runs.get(block, ()) if behind >= 0 else ()

@@ -143,8 +143,7 @@ def within(default: T, low: float, high: float, **more: bool | str) -> T:
 
 
 def field_types(cls: type) -> dict[str, str]:
-    """{name: type} of the fields of a dataclass that a text can give, but those with a leading
-    underscore."""
+    """{name: type} of the fields of a dataclass that a text can give; not of names as `_x`."""
     # an annotation is a type, several of them, or their text
     types = {f.name: f.type for f in fields(cls) if f.name[0] != "_"}
     kinds = {n: t.__name__ if isinstance(t, type) else str(t) for n, t in types.items()}

@@ -6,11 +6,13 @@ has what it takes. Generators compile it with weights as a flat tuple (`compiled
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 from flax import nnx
 from jaxtyping import Array, PyTree
 
+from varjax.core.errors import UserError
 from varjax.core.given import Given
 from varjax.core.scales import ScaleSpec
 from varjax.core.state import KVState
@@ -48,5 +50,18 @@ def decode(
     params: "transformer" and "codec", arranged as the spec takes them (`build.arrange`).
     state: an empty cache (`CachePlan.empty_state`); donate it.
     condition: of B images (`Condition.take`). keys: a typed random key for each [B].
+    `UserError` for a cache, or layers, that the plan was not made for.
     """
+    plan, transformer = inputs.spec.plan, params["transformer"]
+    if transformer.model_axis is None:  # else this is one device's share of both
+        held, depth = plan.kv_arrays(state), transformer.config.depth
+        if depth != plan.geometry.num_layers:
+            raise UserError(f"{depth} layers with a plan for {plan.geometry.num_layers}")
+        empty = jax.eval_shape(partial(plan.empty_state, len(keys), held[0].dtype))
+        found, own = ([a.shape for a in arrays] for arrays in (held, plan.kv_arrays(empty)))
+        if found != own:
+            raise UserError(
+                f"the cache has arrays {found}, the plan needs {own} for {len(keys)} keys: take "
+                f"its `empty_state`, with one key per image"
+            )
     return inputs.spec.generate(params, state, condition, keys, inputs.tables, inputs.given)

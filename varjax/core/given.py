@@ -21,8 +21,7 @@ class Given:
 
     tokens: all tokens of every image, scale by scale or in raster order; bitwise models have an
       axis of bits behind them. Tokens outside `where` are not looked at.
-    where: which of them are given. It is data, so one compiled program serves free, forced and
-      partly forced runs.
+    where: which of them are given. It is data: one program serves free and forced runs.
     """
 
     tokens: Integer[AnyArray, "B L ..."]

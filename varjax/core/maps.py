@@ -60,8 +60,7 @@ def bilinear_matrix(source: int, target: int) -> np.ndarray:
     """float32 [target, source]: linear interpolation along one axis, up or down.
 
     Half-pixel centres, no antialiasing (shrinking looks at two neighbours only), borders clamped.
-    The identity when the sizes agree. This is what torch's trilinear mode does to a map of one
-    frame.
+    The identity when the sizes agree. So does torch's trilinear mode with a map of one frame.
     """
     lower, upper, weight = _linear_neighbours(source, target)
     return _matrix(source, [lower, upper], [1 - weight, weight])
@@ -102,9 +101,7 @@ def _linear_neighbours(source: int, target: int) -> tuple[np.ndarray, np.ndarray
 
 
 def resize(
-    x: Float[Array, "B h w C"],
-    rows: Float[AnyArray, "p h"],
-    columns: Float[AnyArray, "q w"],
+    x: Float[Array, "B h w C"], rows: Float[AnyArray, "p h"], columns: Float[AnyArray, "q w"]
 ) -> Float[Array, "B p q C"]:
     """Applies one matrix per axis, with full float32 products on every device."""
     x = jnp.einsum("bhwc,ph->bpwc", x, rows, precision=HIGHEST)
@@ -114,8 +111,7 @@ def resize(
 def _resize_to(
     matrix: Callable[[int, int], np.ndarray], x: Float[Array, "B h w C"], size: tuple[int, int]
 ) -> Float[Array, "B p q C"]:
-    """Resizes maps to `size` = (height, width). matrix: makes the matrix of an axis from its two
-    sizes."""
+    """Resizes maps to `size` = (height, width). matrix: of an axis, made from its two sizes."""
     if x.shape[1:3] == tuple(size):
         return x
     return resize(x, matrix(x.shape[1], size[0]), matrix(x.shape[2], size[1]))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Num, Shaped
 
 from pallas_kernels.rank import rank as compared
+from varjax.core.errors import UserError
 from varjax.core.observation import Observation
 
 Score = Num[Array, "R N K"]
@@ -26,6 +27,7 @@ MOST_COMPARED = 1024  # slots; with more, comparisons cost more than two sorts
 
 def top(obs: Observation, score: Score, among: Mask, count: Count) -> Mask:
     """The `count` best-scored candidates of `among`."""
+    _check(score)
     if obs.by_position:
         return among & ~lowest(obs, score, among, among.sum(-1) - count)
     order = jnp.argsort(jnp.where(among, -score, jnp.inf), axis=-1, stable=True)
@@ -118,8 +120,7 @@ def window_and_peaks(obs: Observation, score: Score, width: int) -> Mask:
 
 
 def age_rank(obs: Observation, among: Mask) -> Position:
-    """The number of tokens of `among` older than each token, which need not be in `among`
-    itself."""
+    """The number of tokens of `among` older than each token, which need not be among them."""
     if obs.position.shape[-1] > MOST_COMPARED:
         return _rank_by_sorting(among, obs.position)
     return compared(None, obs.position, among, implementation=obs.implementation)
@@ -135,10 +136,16 @@ def rank(
 ) -> Position:
     """Counts the candidates of `among` with a lower score. Equal scores are ordered by `tie` (None:
     `obs.precedence`). With `part`, a candidate is compared only within its own part."""
+    _check(score)
     tie = obs.precedence if tie is None else tie
     if tie.shape[-1] > MOST_COMPARED:
         return _rank_by_sorting(among, score, tie, part=part)
     return compared(score, tie, among, part, implementation=obs.implementation)
+
+
+def _check(score: Score | None) -> None:
+    if score is None:
+        raise UserError("a score is None: `needs` must name the field of `obs` that it is")
 
 
 def _rank_by_sorting(among: Mask, *keys: Num[Array, "R N K"], part: Mask | None = None) -> Position:

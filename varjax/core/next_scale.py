@@ -5,8 +5,9 @@ is a step that the transformer brings, in the order in which it is called:
 
     encode_condition(condition, *, guided, implementation)
         Once per image: a dictionary of all that depends on the condition only, for all rows. It has
-        at least `head` [R, 2, D] and `layers`, arrays with a leading axis over layers that are
-        scanned with the stacked blocks. implementation: name of the attention over a text.
+        at least `head` [R, 2, D], for `logits`, and `layers`, arrays with a leading axis over
+        layers that are scanned with the stacked blocks, or None. guided: with unconditional rows.
+        implementation: name of the attention over a text.
     scale_context(context, step, sampling)
         Once per scale: what its layers share beyond the condition.
     embed(context, codes, step)
@@ -15,7 +16,8 @@ is a step that the transformer brings, in the order in which it is called:
         The residual stream before the first layer, a `ResidualStream`: it has the operations
         between a layer's products, and says in which form they take the layer's context.
     project(block, layer_context, shared, x)
-        Queries, keys and values of a layer, a `Projection`, and the stream to go on with.
+        Queries, keys and values of a layer, a `Projection` (`scale` included), and the stream to go
+        on with. The engine sets what blocks have of `q_bias`, `v_bias`, `log_scale`.
     post_attention(block, layer_context, shared, x, attended)
         The stream after the rest of the layer, given the attention output [R, T, N, H].
     logits(head, x, step, sampling)
@@ -43,7 +45,7 @@ from varjax.core.transformer import Transformer
 
 class NextScaleTransformer(Transformer):
     """Base of all families that draw scales. Its `config` has schedule, depth, num_heads, head_dim,
-    code_map, logits_per_token, `check_sampling` and `is_guided`."""
+    code_map, logits_per_token; generators also ask for `check_sampling` and `is_guided`."""
 
     def sequence(self, one_slot: bool = True) -> Schedule:
         return self.config.schedule
@@ -80,18 +82,18 @@ class NextScaleTransformer(Transformer):
         }
 
     def attention_vectors(self) -> dict[str, Array]:
-        """Biases and multipliers of all layers, fields of a `Projection`."""
+        """Biases and multipliers of all layers, fields of a `Projection`, that blocks have."""
         found, head_dim = {}, self.config.head_dim
         for name in ("q_bias", "v_bias"):
-            bias = getattr(self.blocks, name)[...]
-            found[name] = bias.reshape(len(bias), -1, head_dim)
+            if hasattr(self.blocks, name):
+                bias = getattr(self.blocks, name)[...]
+                found[name] = bias.reshape(len(bias), -1, head_dim)
         if hasattr(self.blocks, "log_scale"):
             found["multiplier"] = layers.attention_multiplier(self.blocks.log_scale[...])
         return found
 
     def words(self, rows: int, codes: Float[Array, "B T C"]) -> Float[Array, "R T D"]:
-        """Embedded codes of all rows. The conditional and the unconditional row of an image have
-        the same codes."""
+        """Embedded codes of all rows. Both rows of an image have the same codes."""
         words = self.word_embedding(codes.astype(self.dtype))
         return jnp.tile(words, (rows // words.shape[0], 1, 1))
 

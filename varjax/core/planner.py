@@ -117,8 +117,7 @@ def _usual_size(geometry: Geometry, tokens: int) -> int:
 
 
 def pool_slots(geometry: Geometry, allocation: Allocation, block_size: int) -> int:
-    """Slots of the pool that an allocation of a model that draws scale by scale needs, without
-    building its tables."""
+    """Slots of the pool that an allocation needs (scale by scale), without building its tables."""
     return -(-peak_tokens(geometry, allocation) // block_size) * block_size
 
 
@@ -245,8 +244,7 @@ class _Search:
     def _filled(self, own: Geometry, groups: int, block_size: int) -> list[StaticAllocation]:
         """The fullest that fits of every device; fewer if one has no room for the least. own: the
         geometry of a device's heads."""
-        # The searches of all devices begin with the same budgets: the policy is asked once for
-        # each.
+        # The searches of all devices begin alike: the policy is asked once for each budget.
         known, found, limit = {}, [], self._limit(own)
         # what a further halving can find is less than rounding may cost
         enough = (1 - LOST_AT_MOST / 4) * limit

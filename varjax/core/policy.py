@@ -33,8 +33,9 @@ BUDGET = {  # its range, and what a message about it says
 
 
 class Rule:
-    """A policy's part on one kind of model; rules of equal policies are equal. Most write some of
-    `prepare`, `check`, `allocate` and `inputs`; the others are rare hooks.
+    """A policy's part on one kind of model; rules of equal policies are equal. All have
+    `kind`, `minimum_budget` and `allocate`, token by token `slots` and `minimum_slots`, too. Most
+    write some of `prepare`, `check` and `inputs`; the others are rare hooks.
 
     policy: the policy with its arguments.
     kind: which models it serves, `varjax.core.sequence.SCALES` or `TOKENS`.
@@ -82,8 +83,7 @@ class Rule:
         anything is compiled. The policy is prepared."""
 
     def check_budget(self, geometry: Geometry) -> None:
-        """Raises `UserError` if the budget is too small; the message names the smallest feasible
-        one."""
+        """Raises `UserError` if the budget is too small, which names the smallest feasible one."""
         policy, lowest = self.policy, self.minimum_budget(geometry)
         if policy.budgeted and policy.budget < lowest - 1e-9:
             blocks = " in blocks of one slot" if policy.block_size > 1 else ""
@@ -95,7 +95,7 @@ class Rule:
 
     def minimum_budget(self, geometry: Geometry) -> float:
         """The smallest feasible budget."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no `minimum_budget`")
 
     def least(self, geometry: Geometry) -> str:
         """Why no budget below the smallest one is feasible, in words."""
@@ -103,15 +103,15 @@ class Rule:
 
     def allocate(self, geometry: Geometry, budget: float) -> Allocation | StageAllocation:
         """The room of every head, for at most `budget` of the full cache."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no `allocate`")
 
     def slots(self, geometry: Geometry, budget: float) -> int:
         """Most image slots of a head that the budget pays for (token by token only)."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no `slots`")
 
     def minimum_slots(self, geometry: Geometry) -> int:
         """Image slots that a head needs at least (token by token only)."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no `minimum_slots`")
 
     def inputs(self, geometry: Geometry, allocation, image_index) -> PyTree[ArrayLike] | None:
         """Facts that `select` needs for every decision, for a batch of images; None for nothing.
@@ -121,7 +121,7 @@ class Rule:
     def window_tokens(self, height: int, width: int) -> np.ndarray:
         """int [W]: which tokens of a scale of this map size (row-major) are the window queries;
         repetitions are allowed (scale by scale only)."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no `window_tokens`")
 
     def plan_lines(self, geometry: Geometry) -> list[str]:
         """Lines of a printed plan about this (prepared) policy."""
@@ -136,7 +136,7 @@ class Rule:
 
     def regroup(self, obs: Observation) -> Int[Array, "R N"]:
         """Assigns heads to regions, once per image, when the allocation says so."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no `regroup`")
 
     def init_state(self, geometry: Geometry, rows: int) -> PyTree[ArrayLike] | None:
         """Pytree of arrays that every layer carries from scale to scale; None for none."""
@@ -190,7 +190,8 @@ class Policy:
     examples: ClassVar[tuple[dict[str, str], ...]] = ({},)
 
     def select(self, obs: Observation) -> Bool[Array, "R N K"]:
-        """The live tokens to keep: at most `obs.capacity` per head. Traced and pure."""
+        """The live tokens to keep: at most `obs.capacity` per head. Traced and pure. Nothing checks
+        the number: of more, as many as there are slots stay."""
         raise NotImplementedError
 
     @classmethod
@@ -203,7 +204,8 @@ class Policy:
         it does not serve them, or was given an argument that only others have a use for."""
         rules = {rule.kind: rule for rule in self.rules}
         if kind not in rules:
-            self.refuse(f"it does not serve models that draw {DRAWS[kind]}: {self.unsuited}")
+            why = self.unsuited if rules else "it has no `rules`"
+            self.refuse(f"it does not serve models that draw {DRAWS[kind]}: {why}")
         for f in fields(self):
             other = f.metadata.get("only_for", kind)
             if other != kind:
@@ -242,8 +244,7 @@ class Policy:
             self.refuse(f"{name}={getattr(self, name)}{rule}")
 
     def content(self) -> str | None:
-        """Further input that decides the results, as text: for example the hash of a file named in
-        the arguments."""
+        """Further input that decides the results, as text: say the hash of a named file."""
         return None
 
     def check_images(self, num_images: int) -> None:

@@ -148,8 +148,7 @@ class Scores:
 
 
 def gumbel(keys: Array, length: int, vocabulary: int) -> Float[Array, "B T V"]:
-    """Gumbel noise per image. Entry (t, v) does not depend on the padded length, so segments do not
-    change samples."""
+    """Gumbel noise per image. Entry (t, v) does not depend on the padded length of segments."""
     # the mode that JAX has by itself
     draw = partial(jax.random.gumbel, shape=(length, vocabulary), dtype=jnp.float32, mode="low")
     return jax.vmap(draw)(keys)

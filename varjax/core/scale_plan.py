@@ -60,8 +60,7 @@ class ScalePlan(CachePlan):
     def empty_state(
         self, batch_size: int, dtype, compute_dtype="float32", *, groups: int = 1
     ) -> KVState:
-        # A device indexes its own pool, so block numbers need no offset: only the array of all
-        # devices is longer.
+        # A device indexes its own pool, so block numbers need no offset: only the array is longer.
         blocks = groups * self.divide(groups)[0].pool_blocks
         whole = replace(self, pool_blocks=blocks)
         return KVState.empty(whole, batch_size, dtype, compute_dtype)

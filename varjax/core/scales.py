@@ -53,8 +53,7 @@ class ScaleSpec:
     groups: int = 1
 
     def shared_inputs(self, transformer: Transformer) -> tuple[SegmentInputs, ...]:
-        """Host arrays that are the same for every batch: all but what a policy wants to know about
-        the images."""
+        """Host arrays that are the same for every batch: all but what a policy knows of images."""
         # Kept apart because they are slow: for VAR-d30 they take 0.3 s on a CPU of 2026, longer
         # than drawing an image on a GPU should. Every device along `model` has a pool of its own,
         # and so tables of its own, which lie side by side.
@@ -171,11 +170,7 @@ def _scale(
             projection = replace(projection, layer=index, **context["attention"])
         with jax.named_scope("attend"):
             attended, state = cache.attend_and_store(
-                projection,
-                step=step,
-                layer=index,
-                state=state,
-                inputs=tables.of_layer(index),
+                projection, step=step, layer=index, state=state, inputs=tables.of_layer(index)
             )
         with jax.named_scope("post_attention"):
             x = transformer.post_attention(block, layer_context, shared, x, attended)

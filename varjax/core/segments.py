@@ -92,8 +92,7 @@ def padded_tokens(segments: Sequence[Segment], least: float = 0) -> float:
 def _best_cut(tokens: tuple[int, ...], count: int, least: float = 0) -> tuple[Segment, ...]:
     """Cuts scales with so many tokens into `count` segments with the fewest padded tokens. A scale
     counts at least `least`."""
-    # The same first scales occur in many cuts: the cache of this function makes it dynamic
-    # programming.
+    # The same first scales occur in many cuts: with its cache this is dynamic programming.
     stop = len(tokens)
     if count == 1:
         return (Segment(0, stop, max(tokens)),)

@@ -36,8 +36,7 @@ AUTO, SCAN = "auto", "scan"  # of the choices that `check_cut` is asked about
 
 @dataclass(frozen=True)
 class Schedule:
-    """Heights and widths of the token maps, coarse to fine. Hashable; `UserError` for impossible
-    maps."""
+    """Heights and widths of the token maps, coarse to fine. Hashable; refuses impossible maps."""
 
     maps: tuple[tuple[int, int], ...]
 

@@ -38,8 +38,7 @@ class Separate:
 
 
 def stack(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> nnx.Module:
-    """Builds `num_layers` modules with one vmapped initialisation: every parameter gains a leading
-    layer axis."""
+    """Builds `num_layers` modules by one vmapped call: parameters gain a leading axis of layers."""
     return nnx.vmap(make, in_axes=0, out_axes=0)(rngs.split(num_layers))
 
 

@@ -179,8 +179,7 @@ class DecidingStep:
     def _decide(
         self, obs: Observation, inputs: RegionInputs
     ) -> tuple[Bool[Array, "R N K"], Observation]:
-        """Returns which candidates stay, and the observation with the regions that heads use from
-        now on."""
+        """Which candidates stay, and the observation with the regions that heads use from now."""
         if self.regroup_scale is not None:
             # The segment's other scales run the same program, so the scale is compared as data.
             now = obs.scale == self.regroup_scale

@@ -148,8 +148,7 @@ class StageDecision:
         newest = cache.queries[:, :, -1]
         if self.queries_per_head == 1:
             return weights(newest)
-        # Sums would mix the query heads of a group, so one of each group attends at a time: once
-        # per image.
+        # Sums would mix the query heads of a group: one of each attends at a time, once per image.
         in_groups = newest.reshape(len(newest), -1, self.queries_per_head, newest.shape[-1])
         return jnp.moveaxis(jax.lax.map(weights, jnp.moveaxis(in_groups, 2, 0)), 0, 2)
 
@@ -158,10 +157,7 @@ class StageDecision:
         `Observation`."""
         needs, window_logits, window_scores, keys = self.needs, None, None, None
         scores = partial(
-            token_attention.scores,
-            slots=cache,
-            first=self.condition,
-            implementation=self.attention,
+            token_attention.scores, slots=cache, first=self.condition, implementation=self.attention
         )
         if needs.window_logits and cache.scores is not None:
             window_logits = cache.scores[:, :, self.condition :]

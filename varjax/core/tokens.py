@@ -91,8 +91,7 @@ class TokenSpec:
         # The caches travel in the carry of both scans, where XLA updates them in place. As inputs
         # and outputs of a scan they would exist twice.
         carry = (first["tokens"], state)
-        # Image token 0 comes from the condition. It gets an axis of steps, as outputs of scans have
-        # it.
+        # Image token 0 comes from the condition. It gets an axis of steps, as outputs of scans.
         parts = [jax.tree.map(lambda a: a[None], first)]
 
         def stage(carry, number):
@@ -238,10 +237,7 @@ class _TokenSteps:
         return body
 
     def decide(
-        self,
-        state: tuple[LayerCache, ...],
-        stage: Int[Array, ""],
-        bias: Float[Array, " R"] | None,
+        self, state: tuple[LayerCache, ...], stage: Int[Array, ""], bias: Float[Array, " R"] | None
     ) -> tuple[LayerCache, ...]:
         """Lets the policy decide what every layer keeps after a stage. Consecutive layers that use
         their caches alike decide together, as far as memory allows."""
@@ -258,8 +254,7 @@ class _TokenSteps:
         return tuple(decided)
 
     def draw(self, x: Float[Array, "R 1 D"], index: Int[Array, ""]) -> dict[str, Array]:
-        """Draws image token `index` [B, 1]. Guided logits are returned beside it if they are
-        kept."""
+        """Draws image token `index` [B, 1]; beside it the guided logits, if they are kept."""
         sequence = self.spec.plan.sequence
 
         def new_line(x):

@@ -36,9 +36,10 @@ def read_fields(cls: type[Policy], given: dict[str, str]) -> dict[str, object]:
     known = argument_types(cls)
     for name in given:
         if name not in known:
+            own = "; the budget is given by itself (--budget)" if name == "budget" else ""
             raise UserError(
                 f"policy {cls.name!r} has no argument {name!r}{nearest(name, known)}; it has: "
-                f"{', '.join(known)}"
+                f"{', '.join(known)}{own}"
             )
     found = {}
     for name, text in given.items():
