@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, PyTree
 
+from varjax.core.errors import UserError
 from varjax.core.given import Given
 from varjax.core.scales import ScaleSpec
 from varjax.core.state import KVState
@@ -45,8 +46,18 @@ def decode(
     """Draws a batch of B images, and leaves the cache as it is after the last step. The results and
     the arguments are those of `ScaleSpec.generate` and `TokenSpec.generate`.
 
-    params: "transformer" and "codec", arranged as the spec takes them (`build.arrange`).
-    state: an empty cache (`CachePlan.empty_state`); donate it.
+    params: "transformer" and "codec", their layers stacked or apart (`varjax.fast.arrange`).
+    state: an empty cache of the spec's plan (`CachePlan.empty_state`); donate it.
     condition: of B images (`Condition.take`). keys: a typed random key for each [B].
+
+    Raises:
+      UserError: as many keys as images do not fit the rows of the cache.
     """
+    plan = inputs.spec.plan
+    rows, each = plan.kv_arrays(state)[0].shape[0], plan.geometry.rows_per_image
+    if keys.ndim == 0 or rows != len(keys) * each:
+        raise UserError(
+            f"keys of shape {keys.shape} and a cache of {rows} rows, {each} for an image: give a "
+            f"key for each of {rows // each} images, or another cache"
+        )
     return inputs.spec.generate(params, state, condition, keys, inputs.tables, inputs.given)
