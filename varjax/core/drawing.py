@@ -48,16 +48,9 @@ def decode(
 
     params: "transformer" and "codec", their layers stacked or apart (`varjax.fast.arrange`).
     state: an empty cache of the spec's plan (`CachePlan.empty_state`); donate it.
-    condition: of B images (`Condition.take`). keys: a typed random key for each [B].
-
-    Raises:
-      UserError: as many keys as images do not fit the rows of the cache.
+    condition: of B images (`Condition.take`). keys: a typed random key for each [B] (`UserError`).
     """
-    plan = inputs.spec.plan
-    rows, each = plan.kv_arrays(state)[0].shape[0], plan.geometry.rows_per_image
-    if keys.ndim == 0 or rows != len(keys) * each:
-        raise UserError(
-            f"keys of shape {keys.shape} and a cache of {rows} rows, {each} for an image: give a "
-            f"key for each of {rows // each} images, or another cache"
-        )
+    kv, geometry = inputs.spec.plan.kv_arrays(state), inputs.spec.plan.geometry
+    if keys.shape[:1] != (len(kv[0]) // geometry.rows_per_image,):
+        raise UserError(f"keys {keys.shape}, a cache of {len(kv[0])} rows: give a key an image")
     return inputs.spec.generate(params, state, condition, keys, inputs.tables, inputs.given)
