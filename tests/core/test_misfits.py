@@ -35,7 +35,7 @@ def test_a_cache_of_another_plan_or_batch_is_refused():
     trace()
     for budget, images in ((0.2, 2), (1.0, 2), (0.4, 3)):
         other = core.plan_cache(GEOMETRY, MostAttended(budget=budget))
-        with pytest.raises(UserError, match="the plan needs .* for 2 keys"):
+        with pytest.raises(UserError, match="the plan needs|a cache for 3 images"):
             trace(state=other.empty_state(images, "float32"))
 
 

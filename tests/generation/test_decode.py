@@ -40,6 +40,18 @@ def test_two_runs_at_once(name):
         np.testing.assert_array_equal(found["tokens"][seed], expected["tokens"])
 
 
+@pytest.mark.parametrize("name", often(NAMES[:1], NAMES))
+def test_refuses_what_does_not_fit(name):
+    drawn = generator(name)
+    with pytest.raises(varjax.UserError, match="give what varjax.conditions.resolve"):
+        drawn.decode_arguments([1, 3])
+    condition = conditions.resolve(drawn.model, labels=[1, 3])
+    params, state, condition, keys, inputs = drawn.decode_arguments(condition)
+    for wrong in (keys[0], keys[:1]):
+        with pytest.raises(varjax.UserError, match="a cache for 2 images: give one for each"):
+            jax.eval_shape(decode, params, state, condition, wrong, inputs)
+
+
 def test_the_page():
     """docs/howto/generate.md says how to call it."""
     [code] = re.findall("```python\n(import jax\n.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
@@ -70,7 +82,9 @@ def test_what_belongs_to_the_build():
         words = f"{name} is part of the build: give build=varjax.Build"
         with pytest.raises(varjax.UserError, match=words):
             varjax.Generator(model, **{name: None})
-    with pytest.raises(TypeError, match="batch_sizes"):
+    with pytest.raises(TypeError, match=r"^Generator\.__init__\(\) got .* 'batch_sizes'"):
         varjax.Generator(model, batch_sizes=3)
+    with pytest.raises(varjax.UserError, match="^watch=7: give a function"):
+        varjax.Build(watch=7)
     with pytest.raises(varjax.UserError, match="^build=3: give a varjax.Build"):
         varjax.Generator(model, build=3)

@@ -47,21 +47,21 @@ def decode(
     """Draws a batch of B images, and leaves the cache as it is after the last step. The results and
     the arguments are those of `ScaleSpec.generate` and `TokenSpec.generate`.
 
-    params: "transformer" and "codec", arranged as the spec takes them (`build.arrange`).
-    state: an empty cache (`CachePlan.empty_state`); donate it.
+    params: "transformer" and "codec", their layers stacked or apart (`varjax.fast.arrange`).
+    state: an empty cache of the spec's plan (`CachePlan.empty_state`); donate it.
     condition: of B images (`Condition.take`). keys: a typed random key for each [B].
-    `UserError` for a cache, or layers, that the plan was not made for.
+    `UserError` for a cache, keys or layers that do not fit the plan.
     """
     plan, transformer = inputs.spec.plan, params["transformer"]
     if transformer.model_axis is None:  # else this is one device's share of both
         held, depth = plan.kv_arrays(state), transformer.config.depth
         if depth != plan.geometry.num_layers:
             raise UserError(f"{depth} layers with a plan for {plan.geometry.num_layers}")
-        empty = jax.eval_shape(partial(plan.empty_state, len(keys), held[0].dtype))
+        images = len(held[0]) // plan.geometry.rows_per_image
+        empty = jax.eval_shape(partial(plan.empty_state, images, held[0].dtype))
         found, own = ([a.shape for a in arrays] for arrays in (held, plan.kv_arrays(empty)))
         if found != own:
-            raise UserError(
-                f"the cache has arrays {found}, the plan needs {own} for {len(keys)} keys: take "
-                f"its `empty_state`, with one key per image"
-            )
+            raise UserError(f"the cache has arrays {found}, the plan needs {own}: `empty_state`")
+        if keys.shape[:1] != (images,):
+            raise UserError(f"keys {keys.shape}, a cache for {images} images: give one for each")
     return inputs.spec.generate(params, state, condition, keys, inputs.tables, inputs.given)

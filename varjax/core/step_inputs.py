@@ -37,7 +37,7 @@ class StepInputs:
     down_*, up_*: matrices from the latent map to the grid and back; with patches of side p, the
       latent map and the grid have p x p cells per token. columns: None where they are the rows'
       (square maps): the same matrix would be read twice for every scale.
-    window: the queries that a policy looks at more closely (`Policy.window_tokens`); None: the
+    window: the queries that a policy looks at more closely (`Rule.window_tokens`); None: the
       policy does not ask for them.
     neighbours, neighbour_weights: for every token four tokens of the previous scale and their
       bilinear weights; None: the policy does not ask for them.

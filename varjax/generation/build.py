@@ -79,6 +79,8 @@ class Build:
             most = arguments.LARGEST_BATCH
             count = arguments.integer("decode_batch", self.decode_batch, 1, most)
             object.__setattr__(self, "decode_batch", count)
+        if not (self.watch is None or callable(self.watch)):
+            raise arguments.wrong("watch", self.watch, "give a function of (number, array) or None")
 
     @property
     def decoding(self) -> Decoding:
@@ -96,11 +98,11 @@ class Build:
 
     @classmethod
     def refuse_moved(cls, given: Mapping[str, object]) -> None:
-        """Refuses keywords that a caller does not take: `UserError` says if they belong here."""
+        """Refuses keywords that `Generator` does not take: `UserError` says if they belong here."""
         for name in given:
             if name in {field.name for field in fields(cls)}:
                 raise UserError(f"{name} is part of the build: give build=varjax.Build({name}=...)")
-            raise TypeError(f"got an unexpected keyword argument {name!r}")
+            raise TypeError(f"Generator.__init__() got an unexpected keyword argument {name!r}")
 
 
 # --- the weights ----------------------------------------------------------------------------------

@@ -279,6 +279,11 @@ class Generator:
 
         condition: of a run (`conditions.resolve`). A short batch repeats its last image.
         """
+        if self.mesh.num_devices > 1:
+            raise UserError("decode_arguments are those of one device: leave out mesh")
+        if not hasattr(condition, "take"):
+            words = "what varjax.conditions.resolve(model, labels=[3, 7]) gives"
+            raise arguments.wrong("condition", condition, f"give {words}")
         index = self._padded(np.arange(min(len(condition), self.batch_size)))
         told = self.arguments(condition.take(index), index, check_seed(seed))
         self._arrange()

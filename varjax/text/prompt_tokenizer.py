@@ -2,8 +2,8 @@
 
 It is the user's own `tokenizer.json`, which lies in a checkpoint's folder `prompt_tokenizer` and is
 read by the package `tokenizers`. How a text becomes a prompt, with its turns and special tokens, is
-said by the families (`TransformerConfig.encode_prompt`). As in the published processors, what looks
-like a special token in a text is that token.
+said by the families (`encode_prompt` of their configurations). As in the published processors,
+what looks like a special token in a text is that token.
 """
 
 import json
