@@ -268,7 +268,12 @@ class Compilation:
         weights = Weights(self.networks)
         given = self.sharded or flat(weights.tree), weights.arrays(), self.state, self.arguments
         precision = self.workload.program.build.matmul_precision
-        trace = partial(programs.trace_codes, *given, precision, auto_layout=self.automatic)
+        jitted, given = programs.jit_codes(*given, auto_layout=self.automatic)
+
+        def trace() -> jax.stages.Traced:
+            with programs.products(precision):
+                return jitted.trace(*given)
+
         stored = self.workload.model.weights_dtype
         how = {"few_rows": self.by_token, "weights_dtype": stored}
         options = programs.compiler_options(self.chip.platform, **how)

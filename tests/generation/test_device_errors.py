@@ -23,7 +23,7 @@ OTHER = [
     "INTERNAL: Mosaic failed to compile TPU kernel: unsupported shape cast",
 ]
 # where they are raised: while memory is taken for the arguments, or as either program is made
-PLACES = ["arguments", "trace_codes", "trace_pixels"]
+PLACES = ["arguments", "jit_codes", "trace_pixels"]
 
 
 def cases(messages: list[str]) -> list[tuple[str, str]]:
@@ -46,8 +46,8 @@ def failing(message: str):
 def fail_at(place: str, message: str, generator, patch: pytest.MonkeyPatch) -> None:
     """Let a step of `Generator.compile` fail: the arguments, or either program."""
     owner = {PLACES[0]: generator, PLACES[2]: pixels}.get(place, program)
-    traced = jax.jit(len).trace(())  # fast
-    patch.setattr(program, "trace_codes", lambda *args, **options: traced)
+    fast = jax.jit(len), ((),)
+    patch.setattr(program, "jit_codes", lambda *args, **options: fast)
     patch.setattr(owner, place, failing(message))
 
 

@@ -1,6 +1,7 @@
 """Both programs of a batch, compiled for the device that is there, and the weights as they take
 them."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from flax import nnx
 from jax.experimental.layout import Format
 from jaxtyping import Array, PyTree
 
-from varjax.core.drawing import Inputs, State, decode
+from varjax.core.drawing import Inputs, State
 from varjax.generation import compilation_cache, pixels, program
 from varjax.generation.build import Build
 from varjax.generation.sharding import ShardedProgram
@@ -52,6 +53,7 @@ class Weights:
                 variable.set_value(tree.unflatten(placed))
 
 
+@functools.lru_cache(maxsize=32)  # equal programs have one function, which JAX then traces once
 def flat(tree: jax.tree_util.PyTreeDef) -> Callable[..., tuple[dict[str, Array], State]]:
     """`varjax.core.decode` of a tuple of arrays in place of the networks, whose structure is
     `tree`. In every call JAX walks through what a program takes: through a tuple in no time, but
@@ -60,7 +62,8 @@ def flat(tree: jax.tree_util.PyTreeDef) -> Callable[..., tuple[dict[str, Array],
     def generate(
         weights: tuple[Array, ...], state: State, condition: PyTree, keys: Array, inputs: Inputs
     ) -> tuple[dict[str, Array], State]:
-        return decode(tree.unflatten(weights), state, condition, keys, inputs)
+        told = condition, keys, inputs.tables, inputs.given
+        return inputs.spec.generate(tree.unflatten(weights), state, *told)
 
     return generate
 
@@ -108,7 +111,9 @@ class Program:
         platform = jax.default_backend()
         automatic = platform in program.AUTO_LAYOUT_PLATFORMS
         given = sharded or flat(weights.tree), weights.arrays(), state, arguments
-        traced = program.trace_codes(*given, build.matmul_precision, auto_layout=automatic)
+        jitted, given = program.jit_codes(*given, auto_layout=automatic)
+        with program.products(build.matmul_precision):
+            traced = jitted.trace(*given)
         lowered = traced.lower()
         # this program only: helpers compile too quickly to be kept, and look cold
         before = compilation_cache.events.copy()

@@ -25,22 +25,20 @@ AUTO_LAYOUT_PLATFORMS = ("tpu",)
 ON_CHIP = ("vmem", "smem", "shared memory", "tmem", "registers")
 
 
-def trace_codes(
+def jit_codes(
     run: Callable,
     weights: tuple[Array, ...],
     state: PyTree[Array],
     arguments: tuple,
-    precision: str,
     *,
     auto_layout: bool = False,
-) -> jax.stages.Traced:
-    """Traces the program `(weights, state, *arguments) -> (results, state)`. The state is donated:
-    the program updates the caller's buffers.
+) -> tuple[jax.stages.Wrapped, tuple]:
+    """The program `(weights, state, *arguments) -> (results, state)`, jitted, and what it is traced
+    with. The state is donated: the program updates the caller's buffers.
 
     run: the function (`compiled.flat`), or the `ShardedProgram` of a mesh; shapes then carry its
       `shardings`.
     arguments: condition, keys, inputs (`varjax.core.decode`).
-    precision: of float32 products, "default" or "highest".
     auto_layout: say how arrays lie in memory (TPU). The compiler chooses for the weights; the
       caller puts them there (`Weights.place`). The cache lies row by row; the caller makes it so
       (`Compiled.input_formats`).
@@ -63,10 +61,14 @@ def trace_codes(
         cache = jax.tree.map(lambda a: Format(Layout(tuple(range(a.ndim))), a.sharding), state)
         where["in_shardings"] = (chosen, cache, *(None,) * len(arguments))
         where["out_shardings"] = (None, cache)
-    jitted, as_it_is = jax.jit(run, donate_argnums=(1,), **where), precision == "default"
-    # around calls of a compiled program it would do nothing
-    with contextlib.nullcontext() if as_it_is else jax.default_matmul_precision(precision):
-        return jitted.trace(weights, state, *arguments)
+    return jax.jit(run, donate_argnums=(1,), **where), (weights, state, *arguments)
+
+
+def products(precision: str) -> contextlib.AbstractContextManager[None]:
+    """Float32 products of what is traced inside are "default" or "highest". Around calls of a
+    compiled program it does nothing."""
+    as_it_is = precision == "default"
+    return contextlib.nullcontext() if as_it_is else jax.default_matmul_precision(precision)
 
 
 def compiler_options(
