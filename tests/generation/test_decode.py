@@ -52,6 +52,7 @@ def test_refuses_what_does_not_fit(name):
             jax.eval_shape(decode, params, state, condition, wrong, inputs)
 
 
+@pytest.mark.slow
 def test_the_page():
     """docs/howto/generate.md says how to call it."""
     [code] = re.findall("```python\n(import jax\n.*?)```", PAGE.read_text("utf-8"), re.DOTALL)

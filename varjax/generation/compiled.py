@@ -3,7 +3,7 @@ them."""
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 from flax import nnx
@@ -145,3 +145,18 @@ class Program:
             state = None  # the last reference: decoding may use that memory
         results["images"] = self.pixels(arrays[: weights.of_codec], results["code_map"])
         return jax.block_until_ready(results), state
+
+
+@dataclass
+class Timing:
+    """Times of a generator, in seconds.
+
+    compile_s: tracing and compiling.
+    cache: "warm" if the program that draws codes came from the compilation cache, "cold" if it was
+      compiled, "off" if there is no cache.
+    runs: each call of the compiled programs, pixels included.
+    """
+
+    compile_s: float = 0.0
+    cache: str = "off"
+    runs: list[float] = field(default_factory=list)

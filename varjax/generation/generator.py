@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import jax
@@ -28,28 +27,13 @@ from varjax.fast import stored
 from varjax.generation import compilation_cache, cost, hosts, memory, program, sharding
 from varjax.generation import weights as sharded_weights
 from varjax.generation.build import SCAN, UNROLL, Build, arrange_layers, pool_dtype, specify
-from varjax.generation.compiled import Program, Weights
+from varjax.generation.compiled import Program, Timing, Weights
 from varjax.generation.mesh import MeshSpec, make_mesh
 from varjax.generation.progress import reporter
 from varjax.models.model import Model, check_model
 from varjax.policies.registry import resolve_policy
 from varjax.text.features import TextFeatures
 from varjax.text.prompt_ids import PromptIds
-
-
-@dataclass
-class Timing:
-    """Times of a generator, in seconds.
-
-    compile_s: tracing and compiling.
-    cache: "warm" if the program that draws codes came from the compilation cache, "cold" if it was
-      compiled, "off" if there is no cache.
-    runs: each call of the compiled programs, pixels included.
-    """
-
-    compile_s: float = 0.0
-    cache: str = "off"
-    runs: list[float] = field(default_factory=list)
 
 
 class Generator:
