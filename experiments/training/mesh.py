@@ -91,12 +91,16 @@ class TrainingMesh:
         names = jax.tree.map(lambda a: by_longest(a.shape, self.fsdp), tree)
         return shardings(names, self.devices)
 
-    def images(self, array: jax.Array) -> jax.Array:
-        """Keep an array of a compiled step divided by pictures, its first axis. It stays as it is
-        where they cannot be divided evenly."""
-        if self.size == 1 or array.shape[0] % self.size:
-            return array
-        return jax.lax.with_sharding_constraint(array, self.batch())
+    def images(self, tree: Tree) -> Tree:
+        """Keep arrays of a compiled step divided by pictures, their first axis. They stay as they
+        are where they cannot be divided evenly."""
+
+        def divided(array: jax.Array) -> jax.Array:
+            if self.size == 1 or array.shape[0] % self.size:
+                return array
+            return jax.lax.with_sharding_constraint(array, self.batch())
+
+        return jax.tree.map(divided, tree)
 
     def in_use(self, weights: Tree, but: Collection[str] = ()) -> Tree:
         """Return parameters of a compiled step whole on every device. Their gradients are divided

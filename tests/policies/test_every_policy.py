@@ -204,7 +204,7 @@ def check_whole_budget(model: str, policy: str):
     chex.assert_trees_all_close(found["logits"], expected["logits"], atol=LOGITS)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # arrays have no one truth value
 class Poisoning:
     """A cache step that fills slots with NaN as soon as they are freed. live: bool [K, L, slots],
     for static contents."""
