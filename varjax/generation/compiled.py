@@ -1,7 +1,6 @@
 """Both programs of a batch, compiled for the device that is there, and the weights as they take
 them."""
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -53,7 +52,6 @@ class Weights:
                 variable.set_value(tree.unflatten(placed))
 
 
-@functools.lru_cache(maxsize=32)  # equal programs have one function, which JAX then traces once
 def flat(tree: jax.tree_util.PyTreeDef) -> Callable[..., tuple[dict[str, Array], State]]:
     """`varjax.core.decode` of a tuple of arrays in place of the networks, whose structure is
     `tree`. In every call JAX walks through what a program takes: through a tuple in no time, but
