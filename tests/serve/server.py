@@ -1,23 +1,28 @@
 """A server in a thread of the tests, on a small model."""
 
 import asyncio
+import base64
 import contextlib
 import functools
 import http.client
+import io
 import json
 import socket
 import threading
 import time
 
 import numpy as np
+from PIL import Image
 
 from experiments.serve.drawing import Drawn
 from experiments.serve.subjects import subjects
+from tests import models_under_test as models
 from varjax.calibration import files as calibration_lib
 from varjax.core.planner import plan_cache
 from varjax.generation.build import Build
 from varjax.generation.generator import Generator
 from varjax.policies import get_policy
+from varjax.storage import pictures
 
 MODEL, POLICY, BUDGET = "c_k5_nol2norm", "streaming", 0.6
 KEY = "of-the-tests"
@@ -143,3 +148,44 @@ def guarded(drawn, **rules):
 
     rules = Rules(**{"body_seconds": 1.0} | rules)
     return running(make_app(service_of(drawn, rules=rules)))
+
+
+def pictures_of(answer):
+    assert answer.status_code == 200, answer.text
+    data = [base64.b64decode(entry["b64_json"]) for entry in answer.json()["data"]]
+    return np.stack([np.asarray(Image.open(io.BytesIO(one))) for one in data])
+
+
+def close(found, expected):
+    """Programs of other batch sizes may round a float differently, so a byte may be off by one."""
+    return (np.abs(found.astype(int) - expected) <= 1).all()
+
+
+def edit_files(drawn=None, kind="PNG"):
+    height, width = models.fixture_model(MODEL).pixels
+    rows = np.linspace(0, 255, height).astype(np.uint8)
+    picture = np.ascontiguousarray(np.broadcast_to(rows[:, None, None], (height, width, 3)))
+    if drawn is None:
+        drawn = np.zeros((height, width), np.uint8)
+        drawn[height // 2 :] = 255
+    files = {"image": pictures.png(picture), "mask": pictures.png(drawn)}
+    return picture, {name: (f"../../{name}", data, "image/png") for name, data in files.items()}
+
+
+@contextlib.contextmanager
+def busy(service):
+    """Nothing is drawn meanwhile."""
+    gate = threading.Event()
+    hold = service.programs._drawer.submit(gate.wait)
+    try:
+        yield
+    finally:
+        gate.set()
+        hold.result(30)
+
+
+def wait_until(true):
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)

@@ -1,7 +1,6 @@
 """The API over HTTP: pictures equal `run`'s, wrong requests have clear answers, events come."""
 
 import base64
-import contextlib
 import io
 import json
 import socket
@@ -13,10 +12,22 @@ import pytest
 from PIL import Image
 
 from tests import models_under_test as models
-from tests.serve.server import BUDGET, KEY, MODEL, POLICY, programs_of, running, service_of
+from tests.serve.server import (
+    BUDGET,
+    KEY,
+    MODEL,
+    POLICY,
+    busy,
+    close,
+    edit_files,
+    pictures_of,
+    programs_of,
+    running,
+    service_of,
+    wait_until,
+)
 from varjax.models.labels import Labels
 from varjax.policies import get_policy
-from varjax.storage import pictures
 from varjax.storage.pictures import to_uint8
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
@@ -60,17 +71,6 @@ def drawn(labels, seed):
     )
 
 
-def pictures_of(answer):
-    assert answer.status_code == 200, answer.text
-    data = [base64.b64decode(entry["b64_json"]) for entry in answer.json()["data"]]
-    return np.stack([np.asarray(Image.open(io.BytesIO(one))) for one in data])
-
-
-def close(found, expected):
-    """Programs of other batch sizes may round a float differently, so a byte may be off by one."""
-    return (np.abs(found.astype(int) - expected) <= 1).all()
-
-
 def test_pictures_are_those_of_run(client):
     """Also of requests that are drawn together, whatever their seeds and neighbours."""
     found = {}
@@ -91,17 +91,6 @@ def test_pictures_are_those_of_run(client):
     again = {"prompt": "1", "seed": answer["data"][0]["seed"]}
     again = client.post(GENERATIONS, json=again).json()
     assert again["data"] == answer["data"] and isinstance(answer["created"], int)
-
-
-def edit_files(drawn=None, kind="PNG"):
-    height, width = models.fixture_model(MODEL).pixels
-    rows = np.linspace(0, 255, height).astype(np.uint8)
-    picture = np.ascontiguousarray(np.broadcast_to(rows[:, None, None], (height, width, 3)))
-    if drawn is None:
-        drawn = np.zeros((height, width), np.uint8)
-        drawn[height // 2 :] = 255
-    files = {"image": pictures.png(picture), "mask": pictures.png(drawn)}
-    return picture, {name: (f"../../{name}", data, "image/png") for name, data in files.items()}
 
 
 def test_edits(client):
@@ -314,25 +303,6 @@ def test_wrong_edits(client):
     assert_refused(post(files, prompt=["1", "2"]), 400, "prompt")
     broken = {"Content-Type": "multipart/form-data; boundary=a"}
     assert_refused(client.post(EDITS, content=b"--b\r\n", headers=broken), 400)
-
-
-@contextlib.contextmanager
-def busy(service):
-    """Nothing is drawn meanwhile."""
-    gate = threading.Event()
-    hold = service.programs._drawer.submit(gate.wait)
-    try:
-        yield
-    finally:
-        gate.set()
-        hold.result(30)
-
-
-def wait_until(true):
-    end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_a_full_queue(client, service):

@@ -125,11 +125,7 @@ def edit(
     """
     check_model(model)
     check_seed(seed)
-    arguments.flag("paste", paste)
-    feather = arguments.number("feather", feather, 0, masks.LARGEST_FEATHER)
-    if feather and not (paste and source is None):
-        rule = "it belongs to paste=True and a mask, leave it out"
-        raise arguments.wrong("feather", feather, rule)
+    feather = _check_feather(feather, paste, source)
     if batch_size is not None:
         arguments.integer("batch_size", batch_size, 1, arguments.LARGEST_BATCH)
     given = {"labels": labels, "prompts": prompts, "text_features": text_features}
@@ -157,6 +153,16 @@ def edit(
     if by_text is not None:
         return editor.by_text(condition, pictures, by_text, seed=seed)
     return editor.in_masks(condition, pictures, drawn, seed=seed, paste=paste, feather=feather)
+
+
+def _check_feather(feather: float, paste: bool, source: object) -> float:
+    """The width of the seam. `UserError` if nothing is put back that it could soften."""
+    arguments.flag("paste", paste)
+    feather = arguments.number("feather", feather, 0, masks.LARGEST_FEATHER)
+    if feather and not (paste and source is None):
+        rule = "it belongs to paste=True and a mask, leave it out"
+        raise arguments.wrong("feather", feather, rule)
+    return feather
 
 
 def _check_way(model, mask, source, by_text, count: int) -> Bool[np.ndarray, "N H W"] | None:

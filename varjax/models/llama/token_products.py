@@ -26,7 +26,7 @@ Weights = tuple[nnx.Module, Int[Array, ""]]  # of a layer, and its number
 
 
 class TokenProducts(TokenLayers):
-    """The products of a `varjax.models.llama.decoder.Decoder`. implementation: of them."""
+    """The products of a `varjax.models.llama.decoder.LlamaDecoder`. implementation: of them."""
 
     def __init__(self, transformer: nnx.Module, implementation: str | None):
         super().__init__(transformer)
