@@ -14,7 +14,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,7 +26,7 @@ from varjax.generation import hosts
 from varjax.storage import lock
 
 AUTO = "auto"
-Tree = TypeVar("Tree")
+Tree, Item = TypeVar("Tree"), TypeVar("Item")
 EXAMPLE = "auto or COORDINATOR:PORT,PROCESSES,INDEX, for example 10.0.0.1:1234,4,0"
 START_S, HEARTBEAT_S, STOP_S = 120, 45, 30  # seconds until somebody counts as lost
 SEEN_WITHIN = 20.0  # seconds until a shared file system shows what another machine has written
@@ -219,3 +219,11 @@ class Stop:
             # it is True of one step only
             self.asked |= multihost_utils.reached_preemption_sync_point(self._done)
         return self.asked
+
+    def steps(self, items: Iterable[Item]) -> Iterator[Item]:
+        """The items, until the system has asked to end. A step is over when the next item is
+        wanted."""
+        for item in items:
+            yield item
+            if self.after_step():
+                return

@@ -206,15 +206,19 @@ def generate_series(
     if missing:
         say(f"{name}: drawing the first batch, {min(run.batch_size, total)} images")
     progress = Progress(f"{name}: image", total, first=done)
-    for index in missing:
-        results = generator.draw(
-            run.condition, index, seed=run.seed, given=given, given_scales=run.given_scales
-        )
+    drawn = generator.batches(
+        run.condition,
+        stop.steps(missing),
+        seed=run.seed,
+        given=given,
+        given_scales=run.given_scales,
+    )
+    for index, results in drawn:
         store.add(series, index, run_results.kept(run, results))
         done += len(index)
         progress.update(done)
-        if stop.after_step():
-            raise Stopped(done, total)
+    if stop.asked:
+        raise Stopped(done, total)
     return generator
 
 

@@ -85,11 +85,13 @@ class CellRunner:
         """Draw all images freely; yield (image numbers, results) batch by batch. `Stopped` after
         the batch that is drawn when the system asks to end, unless it is the last."""
         condition, seed = self.sweep.condition, self.sweep.seed
-        drawn = program.batches(condition, seed=seed, given=self._unused, given_scales=0)
-        for index, results in drawn:
+        every, size = np.arange(len(condition)), program.batch_size
+        numbers = self.stop.steps(np.split(every, range(size, len(every), size)))
+        options = {"seed": seed, "given": self._unused, "given_scales": 0}
+        for index, results in program.batches(condition, numbers, **options):
             yield index, results
-            if self.stop.after_step() and index[-1] + 1 < len(condition):
-                raise self._stopped()
+        if self.stop.asked and index[-1] != every[-1]:
+            raise self._stopped()
 
     def _run_again(
         self, program: Generator, index: np.ndarray, given: np.ndarray, scales: int | None = None

@@ -24,15 +24,15 @@ def report_of(folder):
 def test_interrupted_run_resumes_without_repeating(call, checkpoint, tmp_path, monkeypatch):
     out = tmp_path / "out"
     flags = (checkpoint, "--num_images=5", "--batch_size=2", "--save_arrays", "--segments=1")
-    batches, ran = Generator.run_batch, []
+    start, ran = Generator._start, []
 
     def dies_in_the_second_batch(self, labels, index, **options):
         if len(ran) == 1:
             raise KeyboardInterrupt
         ran.append(list(index))
-        return batches(self, labels, index, **options)
+        return start(self, labels, index, **options)
 
-    monkeypatch.setattr(Generator, "run_batch", dies_in_the_second_batch)
+    monkeypatch.setattr(Generator, "_start", dies_in_the_second_batch)
     into = f"--out={out}"
     status, _, err = call("run", *flags, into)
     assert status == 130 and not out.exists() and (tmp_path / "out.partial").is_dir()
@@ -42,9 +42,9 @@ def test_interrupted_run_resumes_without_repeating(call, checkpoint, tmp_path, m
 
     def remembers(self, labels, index, **options):
         ran.append(list(index))
-        return batches(self, labels, index, **options)
+        return start(self, labels, index, **options)
 
-    monkeypatch.setattr(Generator, "run_batch", remembers)
+    monkeypatch.setattr(Generator, "_start", remembers)
     status, _, err = call("run", *flags, into)
     assert status == 0 and "2 of 5 images are there already" in err
     assert ran == [[0, 1], [2, 3], [4, 4]] and report_of(out)["resumed"] is True
@@ -59,15 +59,15 @@ def test_interrupted_run_resumes_without_repeating(call, checkpoint, tmp_path, m
 def test_sigterm_ends_after_the_batch_and_can_be_resumed(call, checkpoint, tmp_path, monkeypatch):
     """Schedulers send it before they take a machine away."""
     flags = (checkpoint, "--num_images=4", "--batch_size=2", "--segments=1")
-    run_batch, drawn, before = Generator.run_batch, [], signal.getsignal(signal.SIGTERM)
+    start, drawn, before = Generator._start, [], signal.getsignal(signal.SIGTERM)
 
     def terminated(self, condition, index, **options):
         drawn.append(list(index))
         if len(drawn) == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return run_batch(self, condition, index, **options)
+        return start(self, condition, index, **options)
 
-    monkeypatch.setattr(Generator, "run_batch", terminated)
+    monkeypatch.setattr(Generator, "_start", terminated)
     status, text, err = call("run", *flags, f"--out={tmp_path / 'out'}")
     assert status == 0 and "2 of 4 images are stored: resume by the same command" in err
     assert not text and not (tmp_path / "out").exists()
@@ -80,17 +80,17 @@ def test_sigterm_ends_after_the_batch_and_can_be_resumed(call, checkpoint, tmp_p
 def test_a_full_disk_at_the_end_loses_nothing(call, checkpoint, tmp_path, monkeypatch):
     """One line; started again, the same command only writes the results, or draws what is damaged
     by then."""
-    out, run_batch, ran = tmp_path / "out", Generator.run_batch, []
+    out, start, ran = tmp_path / "out", Generator._start, []
     flags = (checkpoint, "--labels=3,7,7", "--batch_size=1", "--compare", "--save_arrays")
 
     def counted(self, condition, index, **options):
         ran.append((self.policy.name, *index))
-        return run_batch(self, condition, index, **options)
+        return start(self, condition, index, **options)
 
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Generator, "run_batch", counted)
+    monkeypatch.setattr(Generator, "_start", counted)
     flags += ("--policy=swa", "--budget=0.5", "--segments=1", f"--out={out}")
     with monkeypatch.context() as patched:
         patched.setattr(files.images, "save_samples_npz", full)
@@ -108,17 +108,19 @@ def test_a_full_disk_at_the_end_loses_nothing(call, checkpoint, tmp_path, monkey
 
 def test_pictures_that_are_none_are_found_at_once(call, checkpoint, tmp_path, monkeypatch):
     """Not when all are drawn."""
-    run_batch, ran = Generator.run_batch, []
+    start, ran = Generator._start, []
 
     def broken(self, *args, **options):
         ran.append(1)
-        found, state = run_batch(self, *args, **options)
-        return found | {"images": found["images"] * np.nan}, state
+        batch = start(self, *args, **options)
+        batch.results["images"] *= np.nan
+        return batch
 
-    monkeypatch.setattr(Generator, "run_batch", broken)
-    flags = (checkpoint, "--labels=3,7", "--batch_size=1", "--save_arrays", "--segments=1")
+    monkeypatch.setattr(Generator, "_start", broken)
+    flags = (checkpoint, "--labels=3,7,1", "--batch_size=1", "--save_arrays", "--segments=1")
     status, _, err = call("run", *flags, f"--out={tmp_path / 'out'}")
-    assert status == 2 and "values that are not finite" in err and len(ran) == 1
+    assert status == 2 and "values that are not finite" in err
+    assert len(ran) == 2  # the second one while the first was fetched
     assert not list(tmp_path.iterdir())
 
 

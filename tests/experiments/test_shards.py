@@ -55,17 +55,17 @@ def test_refused_before_anything_is_compiled(refused, checkpoint, flag, message)
 def test_killed_resumed_and_merged_is_one_run(call, checkpoint, tmp_path, monkeypatch):
     out, whole = tmp_path / "out", tmp_path / "whole"
     flags = (checkpoint, *RUN, "--compare", "--save_arrays")
-    run_batch, drawn = Generator.run_batch, []
+    start, drawn = Generator._start, []
 
     def counted(self, condition, index, **options):
         if len(drawn) == 1 and not killed:
             killed.append(1)
             raise KeyboardInterrupt
         drawn.append((self.policy.name, *index))
-        return run_batch(self, condition, index, **options)
+        return start(self, condition, index, **options)
 
     killed = []
-    monkeypatch.setattr(Generator, "run_batch", counted)
+    monkeypatch.setattr(Generator, "_start", counted)
     assert call("run", *flags, "--shard=1/2", f"--out={out}")[0] == 130
     status, _, err = call("merge", str(out))
     assert status == 2 and "lacks 1 of 2 parts: start the same command with --shard=0/2" in err

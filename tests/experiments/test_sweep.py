@@ -42,15 +42,15 @@ def test_table_files_and_resumption(call, checkpoint, tmp_path, monkeypatch):
     flags = (checkpoint, "--labels=3,7,7", "--batch_size=2", "--segments=1", "--samples=2")
     to = f"--out={out}"
     budgets = "--budgets=0.05,1"  # five sinks need more than 5 %
-    run_batch, ran = Generator.run_batch, []
+    start, ran = Generator._start, []
 
     def counts(self, *args, **options):
         if self.policy.name == "streaming" and "again" not in ran:
             raise KeyboardInterrupt
         ran.append(self.policy.name)
-        return run_batch(self, *args, **options)
+        return start(self, *args, **options)
 
-    monkeypatch.setattr(Generator, "run_batch", counts)
+    monkeypatch.setattr(Generator, "_start", counts)
     status, _, err = call("sweep", *flags, to, policies, budgets)
     assert status == 130 and not out.exists(), err
     # at a budget of 1 both policies keep everything, as the full cache does: the same program

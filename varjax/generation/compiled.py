@@ -136,13 +136,14 @@ class Program:
     def draw(
         self, weights: Weights, state: State, arguments: tuple, *, keep_cache: bool
     ) -> tuple[dict[str, Array], PyTree]:
-        """The results of a batch, pixels included, and its cache if it is kept."""
+        """The results of a batch, pixels included, and its cache if it is kept. They are not
+        waited for."""
         arrays = weights.arrays()
         results, state = self.codes(arrays, state, *arguments)
         if not keep_cache:
             state = None  # the last reference: decoding may use that memory
         results["images"] = self.pixels(arrays[: weights.of_codec], results["code_map"])
-        return jax.block_until_ready(results), state
+        return results, state
 
 
 @dataclass

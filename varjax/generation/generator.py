@@ -1,8 +1,9 @@
 """`Generator`: a generation program, compiled once and run batch after batch."""
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 
 import jax
@@ -30,6 +31,7 @@ from varjax.generation.build import SCAN, UNROLL, Build, arrange_layers, pool_dt
 from varjax.generation.compiled import Program, Timing, Weights
 from varjax.generation.mesh import MeshSpec, make_mesh
 from varjax.generation.progress import reporter
+from varjax.generation.started import Started, in_turn
 from varjax.models.model import Model, check_model
 from varjax.policies.registry import resolve_policy
 from varjax.text.features import TextFeatures
@@ -182,34 +184,62 @@ class Generator:
         return np.concatenate(images)
 
     def batches(
-        self, condition: Condition, *, first: int = 0, **options
+        self,
+        condition: Condition,
+        numbers: Iterable[np.ndarray] | None = None,
+        **options,
     ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-        """All images from number `first` on, batch by batch: (their numbers, results on the
-        host). options: seed, given and given_scales, as of `run_images`."""
-        for start in range(first, len(condition), self.batch_size):
-            index = np.arange(start, min(start + self.batch_size, len(condition)))
-            yield index, self.draw(condition, index, **options)
+        """All images, batch by batch: (their numbers, results on the host). The next batch is
+        started before one is handed out (`started.in_turn`).
+
+        numbers: of the images of each batch, asked for when the batch before is done; None: all
+          images in their order.
+        options: seed, given and given_scales, as of `run_images`. Many processes that share the
+          mesh call it alike, and all of them have all results.
+        """
+        if numbers is None:
+            sizes = range(self.batch_size, len(condition), self.batch_size)
+            numbers = np.split(np.arange(len(condition)), sizes)
+        start = partial(self._start_images, condition, keep_cache=False, **options)
+        for batch in in_turn(numbers, start, self._wait):
+            with hosts.answering():
+                results = jax.tree.map(np.asarray, hosts.gathered(batch.results))
+            yield batch.index, results
 
     def draw(self, condition: Condition, index: np.ndarray, **options) -> dict[str, np.ndarray]:
-        """The results of at most a batch of images, by their numbers, on the host. options:
-        seed, given and given_scales, as of `run_images`. Many processes that share the mesh call it
-        alike, and all of them have all results."""
-        with hosts.answering():
-            results, _ = self.run_images(condition, index, keep_cache=False, **options)
-            return jax.tree.map(np.asarray, hosts.gathered(results))
+        """The results of at most a batch of images, by their numbers, on the host. options: as of
+        `batches`."""
+        ((_, results),) = self.batches(condition, [index], **options)
+        return results
 
     def run_images(
         self, condition: Condition, index: np.ndarray, *, given=None, **options
     ) -> tuple[dict[str, Array], PyTree]:
         """The results of at most a batch of images, by their numbers, and the cache of the
         whole batch. given: tokens of all images. options: as of `run_batch`."""
+        batch = self._start_images(condition, index, given=given, **options)
+        self._wait(batch)
+        return batch.results, batch.cache
+
+    def _start_images(
+        self,
+        condition: Condition,
+        index: np.ndarray,
+        *,
+        given=None,
+        **options,
+    ) -> Started:
+        """Starts what `run_images` does."""
         padded = self._padded(index)
         if given is not None:
             given = given.take(padded) if isinstance(given, Given) else np.asarray(given)[padded]
-        results, state = self.run_batch(condition.take(padded), padded, given=given, **options)
-        contents = results.pop("contents", None)  # has rows, not images
-        results = {name: a[: len(index)] for name, a in results.items()}
-        return results | ({"contents": contents} if self.build.keep_contents else {}), state
+        batch = self._start(condition.take(padded), padded, given=given, **options)
+        contents = batch.results.pop("contents", None)  # has rows, not images
+        batch.results = {name: a[: len(index)] for name, a in batch.results.items()}
+        if self.build.keep_contents:
+            batch.results["contents"] = contents
+        batch.index = index
+        return batch
 
     def _padded(self, index: np.ndarray) -> np.ndarray:
         # One program serves every number of images: a short batch repeats its last image, and the
@@ -241,20 +271,46 @@ class Generator:
           UserError: wrong input, or (`generation.program.OutOfMemory`) a device without enough
           memory.
         """
+        options = {"seed": seed, "given": given, "given_scales": given_scales}
+        batch = self._start(condition, image_index, keep_cache=keep_cache, **options)
+        self._wait(batch)
+        return batch.results, batch.cache
+
+    @jax_settings.pinned()
+    def _start(
+        self,
+        condition: PyTree,
+        image_index: np.ndarray,
+        *,
+        seed: int | np.ndarray = 0,
+        given: np.ndarray | Given | None = None,
+        given_scales: int | None = None,
+        keep_cache: bool = True,
+    ) -> Started:
+        """Starts what `run_batch` does."""
         seed = check_seeds(seed, self.batch_size)
         if self.program is None:
             self.compile(condition, given)
-        with program.explained(f"drawing a batch of {self.batch_size}", self.build.attention):
+        with hosts.answering(), self._explained():
             told = self.arguments(condition, image_index, seed, given, given_scales)
             if self.program.sharded is not None:
                 told = sharding.place(told, self.program.sharded.shardings[2:])
             self._arrange()
             # a new pool for every batch: the last one was donated, and zeroing is not what is timed
             state = jax.block_until_ready(self.empty_state())
-            start = time.perf_counter()
+            begun = time.perf_counter()
             found = self.program.draw(self._weights, state, told, keep_cache=keep_cache)
-            self.timing.runs.append(time.perf_counter() - start)
-        return found
+            return Started(*found, begun)
+
+    def _wait(self, batch: Started) -> None:
+        """Waits until a batch is done, and keeps its time."""
+        with hosts.answering(), self._explained():
+            seconds = batch.wait()
+        if seconds is not None:
+            self.timing.runs.append(seconds)
+
+    def _explained(self) -> contextlib.AbstractContextManager[None]:
+        return program.explained(f"drawing a batch of {self.batch_size}", self.build.attention)
 
     @jax_settings.pinned()
     def decode_arguments(self, condition: Condition, seed: int = 0) -> tuple:
