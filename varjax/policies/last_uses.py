@@ -65,7 +65,7 @@ class _Problem:
 
     def chosen(self, prices: Float[np.ndarray, "stores L"]) -> Int[np.ndarray, "L N X"]:
         """The last uses that are best at these prices of the rows."""
-        # A token that scale s sees is held from its layer's store in scale s - 1 to that in scale s.
+        # what scale s sees is held from the store of its layer in scale s - 1 to that in scale s
         per_token, until = np.zeros(self.gain.shape[:2]), np.cumsum(prices, -1)
         per_token[1:] += until[:, -1:] - until + prices
         per_token[:-1] += until - prices
@@ -79,10 +79,8 @@ class _Problem:
         above."""
         level = max(float(self.gain.mean()), 1e-12)
         prices, found = np.full((len(self.gain) - 1, self.gain.shape[1]), level), {}
-        least = (
-            self.source if self.fixed is None else np.where(self.fixed, len(prices), self.source)
-        )
-        least = np.broadcast_to(least, self.gain.shape[1:])
+        fixed = False if self.fixed is None else self.fixed
+        least = np.broadcast_to(np.where(fixed, len(prices), self.source), self.gain.shape[1:])
         found[least.tobytes()] = least
         for step in range(STEPS + RISES):
             last = self.chosen(prices)
