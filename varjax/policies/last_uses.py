@@ -3,25 +3,33 @@
 An item is a token, or the tokens of a source scale, in one head of one layer. Keeping it up to
 scale u gains what the scales behind its own up to u see in it, and takes its tokens in all of
 them. After every store of every layer at most the budget may be held
-(`allocator.after_each_store`): one row for each (scale, layer). So the last uses are independent
-but for the rows, and prices of
-the rows part them: at given prices every item takes its best last use alone.
+(`allocator.after_each_store`): one row for each (scale, layer). What scale s sees in layer l takes
+consecutive rows, from the store of layer l in scale s - 1 to the one before it in scale s. So the
+last uses are independent but for the rows, and prices of the rows part them: at given prices every
+item takes its best last use alone.
 
-Prices rise where a row is too full and fall where there is room, until everything fits. What they
-leave over is filled by the best gains per token that still fit. On the embedded models this keeps
-at least 99 % of the optimum of an integer programme (tests/policies/test_knapsack.py).
+Prices rise where a row is too full and fall where there is room, then all together until everything
+fits; with many items first for a sample of them. What they leave over is filled by the best gains
+per token that still fit. On the embedded models this keeps at least 99 % of the optimum of an
+integer programme (tests/policies/test_knapsack.py).
 
 Letters: K scales, of which K - 1 store, L layers, N heads, X items of a head.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from varjax.core.allocator import after_each_store
 
-STEPS, DAMPING, LARGEST_STEP = 120, 15, 0.5  # of the prices, which move by factors
-RISE, RISES = 1.02, 400  # factors of all prices, where they leave no row too full
-STARTS = 6  # the best solutions at prices, which are filled
+STEPS, DAMPING, LARGEST_STEP = 100, 15, 0.5  # of the prices, which move by factors
+SAMPLE, LAST_STEPS = 48, 12  # items of a head and source in the sample; steps with all items
+RISE, GROWTH = 0.002, 1.2  # of all prices together; the rise grows
+# Of few items, one decides much: several solutions are filled, some at prices below the last ones
+# with gains that are shaken, so that alike items part.
+FEW, STARTS, SHAKEN, BELOW = 2000, 6, 0.15, 0.9
+LISTED, TOGETHER = 20_000, 128  # extensions that filling looks at, and adds, at once
 
 
 def best_last_uses(
@@ -34,93 +42,221 @@ def best_last_uses(
     """The last scale that sees each item, its own scale if none does: most gain for the room.
 
     gain: what scale s sees in an item, at least 0; not looked at up to the item's own scale.
+      float32 takes half the memory.
     source: scale of each item, below K - 1. size: its tokens.
-    limit: tokens that all heads of all layers may hold together after any store; the fixed items
-      have to fit.
-    fixed: items that are kept to the end.
+    limit: tokens that all heads of all layers may hold together after any store.
+    fixed: items that are kept to the end. `ValueError` if these alone do not fit.
     """
-    later = (np.arange(len(gain))[:, None] > source)[:, None, None]
-    problem = _Problem(np.where(later, gain, 0), later, source, size, limit, fixed)
-    found = sorted(problem.at_prices(), key=problem.worth, reverse=True)[:STARTS]
-    return max(map(problem.filled, found), key=problem.worth)
+    scales, layers, heads, count = gain.shape
+    fixed = np.zeros(count, bool) if fixed is None else fixed
+    stored = np.bincount(source[fixed], size[fixed] * heads, scales).astype(np.int64)
+    held = np.repeat((np.cumsum(stored) - stored)[:, None], layers, 1)
+    room = limit - after_each_store(held)[:-1]
+    if room.min() < 0:
+        raise ValueError(f"the fixed items hold {limit - room.min()} tokens, more than {limit=}")
+    last = np.full((layers, heads, count), scales - 1, np.int64)
+    free = np.flatnonzero(~fixed)
+    if free.size:
+        free = free[np.argsort(source[free], kind="stable")]
+        last[..., free] = _solution(_Problem.of(gain, source, size, free), room)
+    return last
 
 
+@dataclass(frozen=True)
+class _Group:
+    """Items of one source scale. gained: [U, L, N, X], what a token has gained up to scale
+    `source` + u. size: their tokens. items: where they lie in a solution."""
+
+    source: int
+    gained: np.ndarray
+    size: np.ndarray
+    items: slice
+
+
+@dataclass(frozen=True)
 class _Problem:
-    """Items and rows; a solution is the last use of every item, int [L, N, X]. The arguments are
-    those of `best_last_uses`. later: bool [K, 1, 1, X], the scales behind an item's own."""
+    """Items and rows. shape: K, L, N, X. A solution is the last use of every item, int8 [L, N, X],
+    items in order of their source."""
 
-    def __init__(self, gain, later, source, size, limit, fixed):
-        self.gain, self.later, self.source, self.size = gain, later, source, size
-        self.limit, self.fixed = limit, fixed
-        self.gained = np.cumsum(gain, 0)  # up to each scale
+    shape: tuple[int, int, int, int]
+    groups: list[_Group]
+
+    @classmethod
+    def of(cls, gain, source, size, order) -> "_Problem":
+        """The problem of the items `order`; the other arguments are those of `best_last_uses`."""
+        groups, begin = [], 0
+        for j in np.unique(source[order]).tolist():
+            items = order[source[order] == j]
+            gained = gain[j:, ..., items]  # a copy
+            gained[0] = 0
+            np.cumsum(gained, 0, out=gained)
+            gained /= size[items].astype(gained.dtype)
+            groups.append(_Group(j, gained, size[items], slice(begin, begin + items.size)))
+            begin += items.size
+        return cls((*gain.shape[:3], begin), groups)
+
+    def sample(self) -> "_Problem":
+        """Some items of every source, which stand for all of them."""
+        groups, begin, rng = [], 0, np.random.default_rng(0)
+        for group in self.groups:
+            picked = rng.permutation(group.size.size)[:SAMPLE]
+            size = group.size[picked] * (group.size.sum() / group.size[picked].sum())
+            items = slice(begin, begin + picked.size)
+            groups.append(_Group(group.source, group.gained[..., picked], size, items))
+            begin += picked.size
+        return _Problem((*self.shape[:3], begin), groups)
+
+    def shaken(self, rng: np.random.Generator) -> "_Problem":
+        """The same items, each of which gains a little more or less."""
+        factor = np.exp(SHAKEN * rng.standard_normal(self.shape[1:]))
+        groups = [
+            _Group(g.source, g.gained * factor[..., g.items], g.size, g.items) for g in self.groups
+        ]
+        return _Problem(self.shape, groups)
 
     def worth(self, last: Int[np.ndarray, "L N X"]) -> float:
-        return float(np.take_along_axis(self.gained, last[None], 0).sum())
+        total = 0.0
+        for group in self.groups:
+            until = last[None, ..., group.items].astype(np.int64) - group.source
+            per_token = np.take_along_axis(group.gained, until, 0).sum((0, 1, 2), np.float64)
+            total += float(per_token @ group.size)
+        return total
 
-    def rows(self, last: Int[np.ndarray, "L N X"]) -> Int[np.ndarray, "stores L"]:
+    def rows(self, last: Int[np.ndarray, "L N X"]) -> Float[np.ndarray, "stores L"]:
         """Tokens held right after each layer of each scale but the last has stored."""
-        scales = np.arange(len(self.gain))[:, None, None, None]
-        held = np.where((last >= scales) & self.later, self.size, 0).sum((-1, -2))
+        scales, layers = self.shape[:2]
+        held = np.zeros((scales, layers))
+        place = scales * np.arange(layers)[:, None, None]
+        for group in self.groups:
+            end = place + last[..., group.items]
+            tokens = np.broadcast_to(group.size, end.shape).ravel()
+            ended = np.bincount(end.ravel(), tokens, scales * layers).reshape(layers, scales).T
+            held[group.source + 1 :] += ended[::-1].cumsum(0)[::-1][group.source + 1 :]
         return after_each_store(held)[:-1]  # the last scale stores nothing
 
     def chosen(self, prices: Float[np.ndarray, "stores L"]) -> Int[np.ndarray, "L N X"]:
         """The last uses that are best at these prices of the rows."""
-        # what scale s sees is held from the store of its layer in scale s - 1 to that in scale s
-        per_token, until = np.zeros(self.gain.shape[:2]), np.cumsum(prices, -1)
-        per_token[1:] += until[:, -1:] - until + prices
-        per_token[:-1] += until - prices
-        cost = per_token[:, :, None, None] * self.size
-        net = np.cumsum(np.where(self.later, self.gain - cost, 0), 0)
-        best = np.where(net.max(0) > 0, net.argmax(0), self.source)
-        return best if self.fixed is None else np.where(self.fixed, len(self.gain) - 1, best)
+        scales, layers, heads, count = self.shape
+        before = np.concatenate([[0], np.cumsum(prices), np.full(layers - 1, prices.sum())])
+        before = before.reshape(scales, layers)  # prices of all rows before a store
+        last = np.empty((layers, heads, count), np.int8)
+        for group in self.groups:
+            j, part = group.source, np.full(group.gained.shape[1:], group.source, np.int8)
+            best = np.zeros(part.shape, group.gained.dtype)
+            for u in range(j + 1, scales):
+                cost = (before[u] - before[j])[:, None, None].astype(best.dtype)
+                net = group.gained[u - j] - cost
+                better = net > best
+                np.copyto(best, net, where=better)
+                part[better] = u
+            last[..., group.items] = part
+        return last
 
-    def at_prices(self) -> list[Int[np.ndarray, "L N X"]]:
-        """Solutions that fit, at prices on the way to those that fill the rows and a little
-        above."""
-        level = max(float(self.gain.mean()), 1e-12)
-        prices, found = np.full((len(self.gain) - 1, self.gain.shape[1]), level), {}
-        fixed = False if self.fixed is None else self.fixed
-        least = np.broadcast_to(np.where(fixed, len(prices), self.source), self.gain.shape[1:])
-        found[least.tobytes()] = least
-        for step in range(STEPS + RISES):
-            last = self.chosen(prices)
-            excess = self.rows(last) / self.limit - 1
-            if excess.max() <= 0:
-                found[last.tobytes()] = last
-                if step >= STEPS and len(found) >= STARTS:
-                    break
-            if step < STEPS:
-                bounded = np.clip(excess, -LARGEST_STEP, LARGEST_STEP)
-                prices = np.maximum(prices * np.exp(bounded / (1 + step / DAMPING)), 1e-12)
-            else:
-                prices = prices * RISE
-        return list(found.values())
+    def extensions(self, last: np.ndarray, left: np.ndarray) -> list[np.ndarray]:
+        """The best later last use of every item that fits by itself, best gain per token first:
+        item, first row, row behind the last one, last use, tokens. left: [rows], their room."""
+        scales, layers = self.shape[:2]
+        room, parts = _room_until(left, scales, layers), []
+        layer = np.arange(layers)[:, None, None]
+        for group in self.groups:
+            now = last[..., group.items]
+            nearest = room[layer, now, np.minimum(now + 1, scales - 1)]
+            at = np.nonzero((now < scales - 1) & (nearest >= group.size))
+            begin, size = now[at].astype(np.int64), group.size[at[-1]]
+            before = group.gained[(begin - group.source, *at)]
+            score, until = np.zeros(begin.size, before.dtype), begin.copy()
+            for u in range(group.source + 1, scales):
+                rate = (group.gained[(u - group.source, *at)] - before) / np.maximum(u - begin, 1)
+                better = (u > begin) & (room[at[0], begin, u] >= size) & (rate > score)
+                score[better], until[better] = rate[better], u
+            item = np.ravel_multi_index((*at[:2], at[2] + group.items.start), last.shape)
+            first, behind = begin * layers + at[0], until * layers + at[0]
+            parts.append(np.stack([score, item, first, behind, until, size]))
+        found = np.concatenate(parts, 1)
+        found = found[:, found[0] > 0]
+        if found.shape[1] > LISTED:
+            found = found[:, np.argpartition(-found[0], LISTED)[:LISTED]]
+        return list(found[1:, np.argsort(-found[0], kind="stable")].astype(np.int64))
 
-    def filled(self, last: Int[np.ndarray, "L N X"]) -> Int[np.ndarray, "L N X"]:
-        """The solution with later last uses while some fit, best gain per token first."""
-        last, room = last.copy(), self.limit - self.rows(last)
-        while True:
-            before = np.take_along_axis(self.gained, last[None], 0)
-            begins = np.maximum(last, self.source) + 1
-            until = np.arange(len(self.gain))[:, None, None, None]
-            taken = self.size * np.maximum(until - begins + 1, 1)
-            score = np.where(until > last, (self.gained - before) / taken, 0)
-            candidates = np.flatnonzero(score > 0)
-            order = candidates[np.argsort(-score.flat[candidates], kind="stable")]
-            changed = False
-            for scale, *item in zip(*np.unravel_index(order, score.shape), strict=True):
-                changed |= self._extend(last, room, scale, tuple(item))
-            if not changed:
-                return last
 
-    def _extend(self, last: np.ndarray, room: np.ndarray, scale: int, item: tuple) -> bool:
-        """Keeps an item up to a scale if that is later and all rows have room for it."""
-        begin, layer, tokens = last[item] + 1, item[0], self.size[item[-1]]
-        # scale s sees what is held from this layer's store in scale s - 1 to the one in scale s
-        parts = room[begin - 1 : scale, layer:], room[begin : scale + 1, :layer]
-        if scale < begin or any(part.size and part.min() < tokens for part in parts):
-            return False
-        for part in parts:
-            part -= tokens
-        last[item] = scale
-        return True
+def _room_until(left: np.ndarray, scales: int, layers: int) -> Int[np.ndarray, "L K K"]:
+    """The least room among the rows that an item of a layer takes anew if its last use becomes
+    scale u instead of scale a: [L, a, u]."""
+    most = np.iinfo(np.int64).max
+    padded = np.concatenate([left, np.full(layers - 1, most)])  # nothing is stored there
+    of_scale = np.lib.stride_tricks.sliding_window_view(padded, layers).min(-1)
+    of_scale = of_scale.reshape(scales - 1, layers)
+    room = np.full((layers, scales, scales), most)
+    for a in range(scales - 1):
+        room[:, a, a + 1 :] = np.minimum.accumulate(of_scale[a:], 0).T
+    return room
+
+
+def _solution(problem: _Problem, room: Int[np.ndarray, "stores L"]) -> np.ndarray:
+    """The best solution found."""
+    prices, found = _settled(problem, room)
+    starts = [_raised(problem, prices, room)]
+    if np.prod(problem.shape[1:]) <= FEW:
+        rng = np.random.default_rng(0)
+        starts += sorted(found, key=problem.worth)[-STARTS:]
+        starts += [_raised(problem.shaken(rng), BELOW * prices, room) for _ in range(STARTS)]
+    return max((_filled(problem, last, room) for last in starts), key=problem.worth)
+
+
+def _settled(problem: _Problem, room: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Prices [stores, L] at which the rows are nearly full, and solutions on the way that fit."""
+    mean = np.mean([group.gained[-1].mean() / len(group.gained) for group in problem.groups])
+    prices, found = np.full(room.shape, max(float(mean), 1e-12)), {}
+    sample = problem.sample()
+    stages = [problem] * STEPS
+    if sample.shape != problem.shape:
+        stages = [sample] * STEPS + [problem] * LAST_STEPS
+    for step, part in enumerate(stages):
+        last = part.chosen(prices)
+        held = part.rows(last)
+        if part is problem and (held <= room).all():
+            found[last.tobytes()] = last
+        excess = np.clip(held / np.maximum(room, 1) - 1, -LARGEST_STEP, LARGEST_STEP)
+        prices = np.maximum(prices * np.exp(excess / (1 + min(step, STEPS) / DAMPING)), 1e-12)
+    return prices, list(found.values())
+
+
+def _raised(problem: _Problem, prices: np.ndarray, room: np.ndarray) -> np.ndarray:
+    """The solution at the first prices, all raised alike, that fits."""
+    last, rise = problem.chosen(prices), RISE
+    while (problem.rows(last) > room).any():
+        prices, rise = prices * (1 + rise), rise * GROWTH
+        last = problem.chosen(prices)
+    return last
+
+
+def _filled(problem: _Problem, last: np.ndarray, room: np.ndarray) -> np.ndarray:
+    """The solution with later last uses while some fit, best gain per token first."""
+    last, left = last.copy(), (room - problem.rows(last)).astype(np.int64).ravel()
+    while (found := problem.extensions(last, left))[0].size:
+        for begin in range(0, found[0].size, TOGETHER):
+            _extend(last, left, *(a[begin : begin + TOGETHER] for a in found))
+    return last
+
+
+def _extend(
+    last: np.ndarray,
+    left: np.ndarray,
+    item: np.ndarray,
+    first: np.ndarray,
+    behind: np.ndarray,
+    until: np.ndarray,
+    size: np.ndarray,
+) -> None:
+    """Makes those of the extensions, in their order, for which there is still room."""
+    rows = np.arange(left.size)
+    takes = ((first[:, None] <= rows) & (rows < behind[:, None])) * size[:, None]
+    while item.size:
+        alone = (takes <= left).all(1)
+        item, until, takes = item[alone], until[alone], takes[alone]
+        total = takes.cumsum(0)
+        fits = (total <= left).all(1)
+        count = fits.size if fits.all() else int(fits.argmin())  # the first too many; at least 1
+        last.reshape(-1)[item[:count]] = until[:count]
+        left -= takes[:count].sum(0)
+        item, until, takes = item[count:], until[count:], takes[count:]
