@@ -16,6 +16,7 @@ from varjax.policies.windows import Full, SlidingWindow, Streaming
 from varjax.policies.headkv import HeadKV  # isort: skip
 from varjax.policies.table import Table  # isort: skip
 from varjax.policies.heatkv import BinaryHeatKV, HeatKV, HeatKVNaive  # isort: skip
+from varjax.policies.knapsack import Knapsack  # isort: skip
 from varjax.policies.snapkv import SnapKV  # isort: skip
 from varjax.policies.h2o import H2O  # isort: skip
 from varjax.policies.scalekv import ScaleKV  # isort: skip
@@ -41,6 +42,7 @@ __all__ = [
     "HeadKV",
     "HeatKV",
     "HeatKVNaive",
+    "Knapsack",
     "LineAR",
     "Needs",
     "Observation",
