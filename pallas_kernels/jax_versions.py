@@ -7,6 +7,7 @@ import os
 import warnings
 
 import jax
+import jaxlib.version
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 # JAX has a simulator of GPUs from 0.11 on. Can go with 0.10: every version then has one.
@@ -20,6 +21,10 @@ PLACE_OF_LOADS = () if SIMULATES_GPUS else ((),)
 # that they are fast, and has `plgpu.store` for those that need not be. Before that it took every
 # `ref[...] = x`. Can go with 0.11.
 STORES_ARE_CHECKED = jax.__version_info__ >= (0, 12)
+
+# From 0.11.1 on XLA has the option `xla_gpu_blas_max_algorithms`; it refuses names that it does not
+# know. Can go with 0.10.
+LIMITS_ALGORITHMS = jaxlib.version.__version_info__ >= (0, 11, 1)
 
 # Up to 0.10 a jaxpr is open or closed, from 0.11 on one class is both. Can go with 0.10.
 AnyJaxpr = ClosedJaxpr | Jaxpr

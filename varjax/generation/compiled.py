@@ -95,7 +95,7 @@ class Program:
         build: Build,
         *,
         sharded: ShardedProgram | None = None,
-        options: Mapping[str, bool | str],
+        options: Mapping[str, bool | int | str],
     ) -> "Program":
         """Compiles both ahead of time.
 
