@@ -69,6 +69,8 @@ def run(name: str | None, modules: Modules, function: str, *arguments, **options
         kernel = first_choice(name, modules).removesuffix(SUFFIX)
         if kernel != "reference":  # which runs on every platform as it is
             options["interpret"] = name.endswith(SUFFIX)
+        if kernel == "mosaic":
+            jax_versions.name_kernels_alike()
         return getattr(modules[kernel](), function)(*arguments, **options)
     reasons = []
     for name in _choices(modules):  # the last one is the reference

@@ -1,9 +1,13 @@
 """Differences between the versions of JAX that pyproject.toml allows (0.10.2, 0.11.2 and 0.12.0.1
 are tested). No other module of the packages asks for a version; each entry says when it can go."""
 
+import functools
 import importlib.util
+import os
+import warnings
 
 import jax
+import jaxlib.version
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 # JAX has a simulator of GPUs from 0.11 on. Can go with 0.10: every version then has one.
@@ -17,6 +21,10 @@ PLACE_OF_LOADS = () if SIMULATES_GPUS else ((),)
 # that they are fast, and has `plgpu.store` for those that need not be. Before that it took every
 # `ref[...] = x`. Can go with 0.11.
 STORES_ARE_CHECKED = jax.__version_info__ >= (0, 12)
+
+# From 0.11.1 on XLA has the option `xla_gpu_blas_max_algorithms`; it refuses names that it does not
+# know. Can go with 0.10.
+LIMITS_ALGORITHMS = jaxlib.version.__version_info__ >= (0, 11, 1)
 
 # Up to 0.10 a jaxpr is open or closed, from 0.11 on one class is both. Can go with 0.10.
 AnyJaxpr = ClosedJaxpr | Jaxpr
@@ -36,3 +44,33 @@ def has_triton() -> bool:
 def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
     """The jaxpr with equations. Can go with 0.10, as `AnyJaxpr`."""
     return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+# From 0.11.1 to 0.12 JAX gives every Mosaic kernel a name for dumps with a running number in it,
+# and compiles kernels of other names anew: each of equal ones, and again after a start from the
+# compilation cache, which finds no program once others were lowered before it in another order.
+# From 0.12 on the name is no part of the kernel. Can go with 0.11.
+NUMBERS_KERNELS = (0, 11, 1) <= jax.__version_info__ < (0, 12)
+
+
+@functools.cache
+def name_kernels_alike() -> None:
+    """From now on Mosaic kernels that differ in their running number only are one kernel. Where
+    they are dumped, numbers keep the files apart, and stay."""
+    if not NUMBERS_KERNELS or os.environ.get("MOSAIC_GPU_DUMP_TO"):
+        return
+    from jax.experimental.mosaic.gpu import dialect  # of GPUs: slow to import
+
+    real, name = getattr(dialect, "get_or_set_dump_options", None), "mosaic_gpu.dump_basename"
+    if real is None:
+        why = f"jax {jax.__version__} numbers Mosaic kernels in a way that is not known here"
+        warnings.warn(f"{why}: equal ones are compiled one by one", stacklevel=2)
+        return
+
+    def named(module):
+        attributes = module.operation.attributes
+        if name not in attributes and "sym_name" in attributes:
+            attributes[name] = attributes["sym_name"]  # JAX keeps a name that it finds
+        return real(module)
+
+    dialect.get_or_set_dump_options = named

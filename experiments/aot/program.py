@@ -90,7 +90,7 @@ class CompiledProgram:
 def compile_program(
     trace: Callable[[], jax.stages.Traced],
     networks: Networks,
-    options: Mapping[str, bool | str],
+    options: Mapping[str, bool | int | str],
     carried: Sequence[Carried],
     mesh: Mesh,
 ) -> CompiledProgram:

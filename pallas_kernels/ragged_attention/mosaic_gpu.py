@@ -164,8 +164,16 @@ def attend(
     elif own is None:
         own = finished(projection, (K, V), interpret)
     config = config or tiles.choose(tiles.Call.of("attend", projection, kv_pool, table), "mosaic")
-    (rows, heads, tokens, head_dim), groups = projection.shape, config.warpgroups
     chip = replace(products(), registers=False) if interpret else products()
+    given = projection, new_length, kv_pool, table, kv_scale, own
+    return _attend(given, config, chip, return_lse, interpret)
+
+
+# traced and lowered once for layers whose bodies differ elsewhere
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _attend(given: tuple, config: tiles.MosaicConfig, chip: Wgmma, return_lse: bool, interpret):
+    projection, new_length, kv_pool, table, kv_scale, own = given
+    (rows, heads, tokens, head_dim), groups = projection.shape, config.warpgroups
     stored = StoredBlocks.of(kv_pool, kv_scale, table, config.block_k)
     shares = Shares.of(projection, config, chip, stored.scaled)
     lines = shares.tiles * groups * ROWS  # statistics are written in whole tiles

@@ -48,6 +48,8 @@ NAMES = ("float32", "bfloat16", "float16")
 # --- operations -----------------------------------------------------------------------------------
 
 
+# Traced and lowered once for layers whose bodies differ elsewhere, as the first one's does.
+@partial(jax.jit, static_argnames="interpret")
 def add_and_normalize(stream, branch: Branch | None, norm: Norm, *, interpret):
     """See `api.add_and_normalize`."""
     sums = None if branch is None else branch.sums
@@ -70,6 +72,7 @@ def add_and_normalize(stream, branch: Branch | None, norm: Norm, *, interpret):
     return _normal(found, bits, kind), found.get("stream", stream)
 
 
+@partial(jax.jit, static_argnames=("bits", "activation", "interpret"))
 def to_8_bits(sums: Sums, bits: Bits8, activation: Activation | None, *, interpret):
     """See `api.to_8_bits`."""
     found = _launch(

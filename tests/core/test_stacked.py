@@ -64,6 +64,21 @@ def test_scans_are_equal():
     chex.assert_trees_all_close(found, one_after_another, rtol=1e-6)
 
 
+def test_numbered_layers_share_a_body():
+    """The last one's, too."""
+
+    def numbered(x, block, number):
+        return body(x, (block, number))
+
+    blocks, x = layers(), jnp.ones((2, WIDTH))
+    expected = stacked.scan(body, x, (blocks, jnp.arange(DEPTH)))
+    run = jax.jit(lambda blocks: stacked.scan_numbered(numbered, x, blocks))
+    chex.assert_trees_all_close(run(blocks), expected, rtol=1e-6)
+    arrange.separate(blocks)
+    chex.assert_trees_all_close(run(blocks), expected, rtol=1e-6)
+    assert run.lower(blocks).as_text().count("func.func private @numbered") == 1
+
+
 class Turnable(nnx.Module):
     def __init__(self, rngs):
         self.wide = Linear(WIDTH, 3 * WIDTH, rngs=rngs)

@@ -7,6 +7,7 @@ import pytest
 from jax.experimental.layout import Format, Layout
 
 import varjax
+from pallas_kernels import jax_versions
 from tests.models_under_test import checkpoint_folder
 from tests.often import often
 from varjax import Generator, Model
@@ -58,17 +59,19 @@ def test_generation_with_layouts_chosen_by_the_compiler(layers, monkeypatch):
 
 def test_compiler_options_give_way_to_flags(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    eigen, libraries = ("xla_cpu_experimental_ynn_fusion_type",), ("xla_gpu_enable_triton_gemm",)
-    for few_rows, cpu in ((False, eigen), (True, ())):
+    few = ("xla_gpu_blas_max_algorithms",) if jax_versions.LIMITS_ALGORITHMS else ()
+    eigen, libraries = "xla_cpu_experimental_ynn_fusion_type", "xla_gpu_enable_triton_gemm"
+    for few_rows, cpu in ((False, (eigen,)), (True, ())):
         assert tuple(program.compiler_options("cpu", few_rows=few_rows)) == cpu
-        assert tuple(program.compiler_options("gpu", few_rows=few_rows)) == libraries
+        assert tuple(program.compiler_options("gpu", few_rows=few_rows)) == (*few, libraries)
         assert program.compiler_options("tpu", few_rows=few_rows) == {}
         # libraries would make a copy of every int8 matrix in the type of the product
-        assert program.compiler_options("gpu", few_rows=few_rows, weights_dtype="int8") == {}
+        found = program.compiler_options("gpu", few_rows=few_rows, weights_dtype="int8")
+        assert tuple(found) == few
         for scheme in ("w8a8", "fp8"):  # which libraries multiply as they are
             found = program.compiler_options("gpu", few_rows=few_rows, weights_dtype=scheme)
-            assert tuple(found) == libraries
-    monkeypatch.setenv("XLA_FLAGS", f"--{eigen[0]}=LIBRARY_FUSION_TYPE_DOT")
+            assert tuple(found) == (*few, libraries)
+    monkeypatch.setenv("XLA_FLAGS", f"--{eigen}=LIBRARY_FUSION_TYPE_DOT")
     assert program.compiler_options("cpu") == {}
-    monkeypatch.setenv("XLA_FLAGS", f"--{libraries[0]}=true")
+    monkeypatch.setenv("XLA_FLAGS", " ".join(f"--{name}=1" for name in (*few, libraries)))
     assert program.compiler_options("gpu", few_rows=True) == program.compiler_options("gpu") == {}

@@ -160,8 +160,8 @@ def _scale(
     # it runs once per scale.
     tables = inputs.layers.packed(state.kv_pool.shape[2])
 
-    def layer(carry, scanned):
-        x, state, index = carry
+    def layer(carry, scanned, index):
+        x, state = carry
         block, layer_context = scanned
         with jax.named_scope("project"):
             layer_context = x.vectors(layer_context, context["layers"], index)
@@ -174,14 +174,13 @@ def _scale(
             )
         with jax.named_scope("post_attention"):
             x = transformer.post_attention(block, layer_context, shared, x, attended)
-        return x, state, index + 1
+        return x, state
 
     # The layer's number is data: pool and tables hold all layers, so one body serves them all, and
-    # kernels find their part of the tables themselves. It is counted in the carry: taken from an
-    # array of numbers it would be a kernel of its own in every layer.
+    # kernels find their part of the tables themselves.
     scanned = (transformer.blocks, context["layers"])
-    carry = (transformer.stream(x, spec.attention), state, jnp.int32(0))
-    x, state, _ = stacked.scan(layer, carry, scanned)
+    carry = (transformer.stream(x, spec.attention), state)
+    x, state = stacked.scan_numbered(layer, carry, scanned)
     drawn = _sample(networks, context["head"], x.settled(), keys, step, given, spec)
     with jax.named_scope("accumulate"):
         code_map = codec.accumulate(code_map, step.enlarge(drawn.pop("codes")), step.scale)

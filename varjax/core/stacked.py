@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 T = TypeVar("T")
 
@@ -63,7 +65,31 @@ def scan(body: Callable[[T, PyTree], T], carry: T, layers: PyTree) -> T:
     if not is_separate(layers):
         return jax.lax.scan(lambda c, x: (body(c, x), None), carry, layers)[0]
     body = jax.jit(body)  # traced and lowered once, compiled for every layer
-    leaves = jax.tree.leaves(layers, is_leaf=is_one)
-    for index in range(next(len(leaf) for leaf in leaves if is_one(leaf))):
+    for index in range(_depth(layers)):
         carry = body(carry, layer(layers, index))
     return carry
+
+
+def scan_numbered(body: Callable[[T, PyTree, Array], T], carry: T, layers: PyTree) -> T:
+    """`scan` of a body that takes the layer's number, too: `carry = body(carry, layer, number)`."""
+    if is_separate(layers):
+        # Constants: counted in the carry, the number after the last one would not be used, and the
+        # last layer's body would be another one.
+        def numbered(carry: T, given: tuple[PyTree, Array]) -> T:
+            return body(carry, *given)
+
+        numbers = Separate(tuple(map(np.int32, range(_depth(layers)))))
+        return scan(numbered, carry, (layers, numbers))
+
+    # Taken from an array of numbers, each would be a kernel of its own.
+    def counted(carry: tuple[T, Array], given: PyTree) -> tuple[T, Array]:
+        carry, number = carry
+        return body(carry, given, number), number + 1
+
+    return scan(counted, (carry, jnp.int32(0)), layers)[0]
+
+
+def _depth(layers: PyTree) -> int:
+    """The number of layers, of which some weights are separate."""
+    leaves = jax.tree.leaves(layers, is_leaf=is_one)
+    return next(len(leaf) for leaf in leaves if is_one(leaf))

@@ -8,6 +8,7 @@ import collections
 import contextlib
 import tempfile
 from collections.abc import Iterator
+from threading import get_ident
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -56,14 +57,17 @@ def kept() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-events = collections.Counter()  # of this process; there is no public way to stop listening
-jax.monitoring.register_event_listener(lambda event, **_: events.update([event]))
+# of this process, by thread; there is no public way to stop listening
+events = collections.Counter()
+jax.monitoring.register_event_listener(lambda event, **_: events.update([(event, get_ident())]))
 
 
 def verdict(before: collections.Counter) -> str:
-    """Origin of the programs compiled since then: "warm" if every program came from the cache,
-    "cold" if something was compiled, "off" if there is no cache. before: `events`, copied."""
-    requests, hits = (events[name] - before[name] for name in (_REQUEST, _HIT))
+    """Origin of the programs that this thread has compiled since then: "warm" if every program came
+    from the cache, "cold" if something was compiled, "off" if there is no cache. before: `events`,
+    copied."""
+    here = get_ident()
+    requests, hits = (events[name, here] - before[name, here] for name in (_REQUEST, _HIT))
     # JAX counts requests without a folder, too
     if not requests or not jax.config.jax_compilation_cache_dir:
         return "off"

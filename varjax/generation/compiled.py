@@ -2,7 +2,9 @@
 them."""
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 from flax import nnx
@@ -95,7 +97,7 @@ class Program:
         build: Build,
         *,
         sharded: ShardedProgram | None = None,
-        options: Mapping[str, bool | str],
+        options: Mapping[str, bool | int | str],
     ) -> "Program":
         """Compiles both ahead of time.
 
@@ -113,24 +115,28 @@ class Program:
         with program.products(build.matmul_precision):
             traced = jitted.trace(*given)
         lowered = traced.lower()
-        # this program only: helpers compile too quickly to be kept, and look cold
-        before = compilation_cache.events.copy()
-        codes = lowered.compile(compiler_options=dict(options))
-        came = compilation_cache.verdict(before)
+
+        def of_pixels(formats: tuple[Format, ...] | None = None) -> Callable:
+            given = weights.networks["codec"], code_map, build.decoding
+            lowered = pixels.trace_pixels(*given, formats=formats, sharded=sharded).lower()
+            return partial(lowered.compile, compiler_options=pixels.compiler_options(platform))
+
+        # Beside the codes, except where their program has to choose how the weights lie, and where
+        # other processes compile the same in the same order.
+        alone = automatic or sharded is not None
+        with ThreadPoolExecutor(1) as beside:
+            decoded = None if alone else beside.submit(of_pixels())
+            # this program only: helpers compile too quickly to be kept, and look cold
+            before = compilation_cache.events.copy()
+            codes = lowered.compile(compiler_options=dict(options))
+            came = compilation_cache.verdict(before)
         if automatic:
             formats, where = codes.input_formats[0][:2]
-        # after the codes: their program has chosen how the weights lie
-        traced = pixels.trace_pixels(
-            weights.networks["codec"],
-            code_map,
-            build.decoding,
-            formats=formats and formats[: weights.of_codec],
-            sharded=sharded,
-        )
+            decoded = of_pixels(formats[: weights.of_codec])()
+        else:
+            decoded = of_pixels()() if decoded is None else decoded.result()
         # one program: operations alone are compiled one by one
         empty = jax.jit(empty_state, **({"out_shardings": where} if where else {}))
-        options = pixels.compiler_options(platform)
-        decoded = traced.lower().compile(compiler_options=options)
         return cls(codes, decoded, empty, came, formats, sharded)
 
     def draw(

@@ -101,7 +101,7 @@ def decode(
     )
 
 
-def compiler_options(platform: str) -> dict[str, bool | str]:
+def compiler_options(platform: str) -> dict[str, bool | int | str]:
     """Options of the compiler, where `XLA_FLAGS` do not say otherwise: as for others
     (`program.compiler_options`), and on GPUs as one graph, without running all algorithms of its
     convolutions."""

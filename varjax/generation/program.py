@@ -14,12 +14,13 @@ import jax
 from jax.experimental.layout import Format, Layout
 from jaxtyping import Array, PyTree
 
-from pallas_kernels import implementations
+from pallas_kernels import implementations, jax_versions
 from varjax.core.errors import UserError
 from varjax.fast.schemes import INT8
 
 # Where the compiler chooses how the weights lie, because it would copy stacked ones otherwise.
 AUTO_LAYOUT_PLATFORMS = ("tpu",)
+TRIED = 16  # algorithms of a library for a product
 # Memories on the chip. A kernel that has used one up says the same words as a full device, but no
 # smaller batch helps.
 ON_CHIP = ("vmem", "smem", "shared memory", "tmem", "registers")
@@ -73,7 +74,7 @@ def products(precision: str) -> contextlib.AbstractContextManager[None]:
 
 def compiler_options(
     platform: str, *, few_rows: bool = False, weights_dtype: str | None = None
-) -> dict[str, bool | str]:
+) -> dict[str, bool | int | str]:
     """Options of the compiler for a program, where `XLA_FLAGS` do not say otherwise.
 
     GPU: products by the libraries, which add biases and apply GELU on the way; XLA's own products
@@ -81,21 +82,22 @@ def compiler_options(
     several images of LlamaGen would not compile for an A100 with them: jax 0.10.2 finds no tiles.
     But libraries take matrices in the type of the product only, and so would make a copy of every
     int8 matrix in each call; Triton's products convert as they read. Where activations are in 8
-    bits, too, libraries multiply both operands as they are.
+    bits, too, libraries multiply both operands as they are. XLA tries `TRIED` of the library's
+    algorithms for each product, those that the library thinks best, in place of up to 128.
     CPU: products, convolutions and sums by Eigen in place of YNNPACK, 10 to 30 % faster for whole
     scales and pictures (docs/lab/cpu.md). With the few rows of a token YNNPACK is faster.
 
     few_rows: whether products have the few rows of a token.
     weights_dtype: how its matrices are stored, `Model.weights_dtype`.
     """
-    if platform == "gpu" and weights_dtype != INT8:
-        name, value = "xla_gpu_enable_triton_gemm", False
+    options = {}
+    if platform == "gpu":
+        options |= {"xla_gpu_blas_max_algorithms": TRIED} if jax_versions.LIMITS_ALGORITHMS else {}
+        options |= {"xla_gpu_enable_triton_gemm": False} if weights_dtype != INT8 else {}
     elif platform == "cpu" and not few_rows:
-        name, value = "xla_cpu_experimental_ynn_fusion_type", ""
-    else:
-        return {}
-    # who has set the flag has decided
-    return {} if name in os.environ.get("XLA_FLAGS", "") else {name: value}
+        options["xla_cpu_experimental_ynn_fusion_type"] = ""
+    given = os.environ.get("XLA_FLAGS", "")  # who has set a flag has decided
+    return {name: value for name, value in options.items() if name not in given}
 
 
 # --- errors of a device or its compiler, with what to do about them ---
