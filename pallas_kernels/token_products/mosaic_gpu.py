@@ -5,6 +5,10 @@ gates and of values; heads that are turned by halves: of a head). It goes throug
 steps of `STEP`, whose rows and weights are copied into one of `Tiles.stages` places in shared
 memory, as many steps ahead. Products of a step run while the next one is waited for.
 
+Parts. A multiprocessor takes in no more than 64 bytes a clock. Where tiles are too few to keep all
+of them busy, the programs of a cluster share one: each goes through a part of the input width, and
+the first adds up what the others store in its shared memory, always in the same order.
+
 What comes after a product is done in its registers. No kernel reads a whole row before it begins:
 the norm is a factor per row, made of the sums of squares that `add` leaves for each of its tiles.
 Rows stay in their rows throughout, so those beyond the last real one may hold anything.
@@ -34,6 +38,9 @@ from pallas_kernels.token_products.operands import PIECE, Angles, TokenStream
 
 STEP = 64  # of the input width
 STAGES = 6  # steps in shared memory, at most
+ROOM = 144 * mosaic.KIB  # for steps, and for what other programs leave to be added up
+LEAST_STEPS = 4  # of a part
+GROUPS, GROUP = 8, 16  # of a Hopper chip's multiprocessors, and how many each has at least
 SWIZZLE = 128  # bytes
 DTYPES = ("bfloat16", "float16")
 HALVES = (16, 32, 64, 128)  # sizes of heads: several to a tile, or one
@@ -57,7 +64,8 @@ def project(stream: TokenStream, weights, angles: Angles, total: QuerySum | None
     widths = {"width": len(weights), "queries": angles.queries, "keys": angles.keys}
     check(weights.dtype, widths, interpret, angles)
     # within a tile every number has the one that it is turned with
-    tiles = Tiles.of(weights, rows, columns, max(PIECE, angles.halves * angles.head_dim))
+    each = max(PIECE, angles.halves * angles.head_dim)
+    tiles = Tiles.of(weights, rows, columns, each, interpret)
     shapes = [(rows, n) for n in (angles.queries, angles.keys, angles.keys)]
     turning = _Turning.of(angles, rows, tiles, weights.dtype, total)
     # memory for the matrix of a rotation, and a barrier that says that it is there
@@ -80,7 +88,7 @@ def gate(stream: TokenStream, weights, *, interpret):
     """See `api.gate`."""
     rows, columns = len(stream.x), weights.shape[1] // 2
     check(weights.dtype, {"width": len(weights), "gates": columns}, interpret)
-    tiles = Tiles.of(weights, rows, columns, PIECE, products=2)
+    tiles = Tiles.of(weights, rows, columns, PIECE, interpret, products=2)
     (out,) = _launch(
         partial(_gate, tiles, stream.eps),
         (stream.scaled, weights, stream.squares),
@@ -99,7 +107,7 @@ def add(stream: TokenStream, branch, weights, norm, *, interpret) -> TokenStream
     (rows, width), dtype = stream.x.shape, weights.dtype
     branch = mosaic.padded(branch.astype(dtype), 0, ROWS)
     check(dtype, {"width": width, "branch": len(weights)}, interpret)
-    tiles = Tiles.of(weights, rows, width, PIECE)
+    tiles = Tiles.of(weights, rows, width, PIECE, interpret)
     shapes = (rows, width), (rows, width), (width // PIECE, rows)
     x, scaled, squares = _launch(
         partial(_add, tiles),
@@ -148,7 +156,8 @@ class Tiles:
 
     rows, columns: of a tile.
     products: how many a program makes: of columns, and of those half of the weights further.
-    steps: of the input width.
+    parts: of the input width, each of one program.
+    steps: of a part. Those behind the end of the input width add zeros.
     stages: of them in shared memory.
     grid: tiles of columns, and of rows.
     """
@@ -156,20 +165,29 @@ class Tiles:
     rows: int
     columns: int
     products: int
+    parts: int
     steps: int
     stages: int
     grid: tuple[int, int]
 
     @classmethod
-    def of(cls, weights, rows: int, columns: int, each: int, products: int = 1) -> "Tiles":
+    def of(
+        cls, weights, rows: int, columns: int, each: int, interpret, products: int = 1
+    ) -> "Tiles":
         """For so many rows and columns, `each` columns to a tile."""
         cores = mosaic.CORES["9.0"]
         tall, steps, lines = 2 * ROWS, len(weights) // STEP, columns // each
         # higher tiles read weights less often, if there are programs for most multiprocessors
         busy = lines * rows // tall > 2 * cores // 3
         high = tall if rows % tall == 0 and busy and each == PIECE else ROWS
-        stages = min(steps, STAGES if products == 1 else STAGES - 2)
-        return cls(high, each, products, steps, stages, (lines, rows // high))
+        size = 4 * high * each * products
+        # the simulator has no memory that programs share
+        parts = 1 if interpret else parts_of(lines * rows // high, steps, size)
+        steps = -(-steps // parts)
+        step = STEP * (high + each * products) * weights.dtype.itemsize
+        room = (ROOM - (parts - 1) * size) // step
+        stages = min(steps, room, STAGES if products == 1 else STAGES - 2)
+        return cls(high, each, products, parts, steps, stages, (lines, rows // high))
 
     def memory(self, dtype, count: int) -> Sequence:
         """Shared memory for tiles of the result."""
@@ -181,9 +199,17 @@ class Tiles:
         column, row = jax.lax.axis_index("column"), jax.lax.axis_index("row")
         return column * self.columns, pl.ds(row * self.rows, self.rows)
 
+    def first(self, run: Callable[[], None]) -> None:
+        """Call a function in the program that finishes the tile. Others end once they have stored
+        their part: no copy may be on its way to them then."""
+        if self.parts == 1:
+            return run()
+        pl.when(jax.lax.axis_index("part") == 0)(run)
+
     def multiply(self, x, weights, then: Callable[..., None]) -> None:
-        """Call `then` with the program's products, float32 in `LAYOUT`."""
+        """Call `then` with the tile's products, float32 in `LAYOUT`, in its `first` program."""
         column, row = jax.lax.axis_index("column"), jax.lax.axis_index("row")
+        begin = jax.lax.axis_index("part") * self.steps if self.parts > 1 else 0
 
         def step(_, rows, *weights):
             for total, these in zip(totals, weights, strict=True):
@@ -197,33 +223,82 @@ class Tiles:
             late = min(1, self.stages - 1)
             return plgpu.BlockSpec(shape, place, transforms=pieces, delay_release=late)
 
-        def run(*refs):
+        def run(memory, *refs):
             nonlocal totals
             totals = refs
             plgpu.emit_pipeline(
                 step,
                 grid=(self.steps,),
-                in_specs=[block((self.rows, STEP), lambda k: (row, k), x.dtype)]
+                in_specs=[block((self.rows, STEP), lambda k: (row, begin + k), x.dtype)]
                 + [
-                    block((STEP, self.columns), lambda k, i=i: (k, column + i), weights.dtype)
+                    block(
+                        (STEP, self.columns),
+                        lambda k, i=i: (begin + k, column + i),
+                        weights.dtype,
+                    )
                     for i in range(0, self.products * self.grid[0], self.grid[0])
                 ],
                 max_concurrent_steps=self.stages,
             )(x, *[weights] * self.products)
             plgpu.wgmma_wait(0)
-            then(*[total[...] for total in totals])
+            self.join([total[...] for total in totals], memory, then)
 
-        totals = ()
+        totals, others = (), (self.parts - 1) * self.products
         shape = self.rows, self.columns
-        pl.run_scoped(run, *[plgpu.ACC(shape, jnp.float32)] * self.products)
+        sums, memory = [plgpu.ACC(shape, jnp.float32)] * self.products, []
+        if others:
+            places = mosaic.tile((others, *shape), jnp.float32, SWIZZLE)
+            memory = [places, plgpu.Barrier(num_arrivals=others)]
+        pl.run_scoped(lambda *memory: pl.run_scoped(partial(run, memory), *sums), *memory)
+
+    def join(self, products: Sequence[Array], memory, then: Callable[..., None]) -> None:
+        """Call `then` with the sums over all parts. memory: for the products of the other parts,
+        and a barrier; none if there are none."""
+        if self.parts == 1:
+            return then(*products)
+        (places, arrived), part = memory, jax.lax.axis_index("part")
+
+        @pl.when(part > 0)
+        def _():
+            for i, product in enumerate(products):
+                place, first = places.at[(part - 1) * self.products + i], jnp.int32(0)
+                plgpu.async_store_smem(
+                    product, place, arrived, cluster_idx=first, cluster_dim="part"
+                )
+
+        @self.first
+        def _():
+            plgpu.barrier_wait(arrived)
+            sums = list(products)
+            for i in range(places.shape[0]):
+                sums[i % self.products] += mosaic.load(places.at[i], LAYOUT)
+            then(*sums)
+
+
+def parts_of(tiles: int, steps: int, size: int) -> int:
+    """Number of programs that share a tile: as many as the chip runs at once, if each has a few
+    steps and there is room for what they leave, `size` bytes each. The programs of a cluster run
+    within one of `GROUPS` of multiprocessors."""
+    fits = (
+        n
+        for n in range(2, GROUP + 1)
+        if GROUPS * (GROUP // n) >= tiles
+        if steps >= LEAST_STEPS * n and (n - 1) * size <= ROOM // 2
+    )
+    return max(fits, default=1)
 
 
 def _launch(body, operands, results, scratch, tiles: Tiles, cost, interpret, name: str):
-    lines, rows = tiles.grid
+    (lines, rows), cluster = tiles.grid, {"part": tiles.parts} if tiles.parts > 1 else {}
     return pl.kernel(
         lambda *refs: pl.run_scoped(partial(body, *refs), *scratch),
         out_type=tuple(results),
-        mesh=plgpu.Mesh(grid=(lines, rows), grid_names=("column", "row")),
+        mesh=plgpu.Mesh(
+            grid=(lines, rows),
+            grid_names=("column", "row"),
+            cluster=tuple(cluster.values()),
+            cluster_names=tuple(cluster),
+        ),
         compiler_params=mosaic.PARAMS,
         cost_estimate=cost,
         interpret=mosaic.simulator(interpret),
@@ -252,7 +327,7 @@ def _factor(eps: float, memory) -> Array:
 
 def _gate(tiles: Tiles, eps: float, x, weights, squares, out, memory, result):
     column, rows = tiles.place
-    plgpu.copy_gmem_to_smem(squares.at[:, rows], *memory)
+    tiles.first(lambda: plgpu.copy_gmem_to_smem(squares.at[:, rows], *memory))
 
     def then(gates, values):
         factor = _factor(eps, memory)
@@ -270,7 +345,7 @@ def _add(tiles: Tiles, branch, weights, x, norm, new, scaled, squares, stream, r
     column, rows = tiles.place
     columns = pl.ds(column, tiles.columns)
     (memory,), arrived = stream
-    plgpu.copy_gmem_to_smem(x.at[rows, columns], memory, arrived)
+    tiles.first(lambda: plgpu.copy_gmem_to_smem(x.at[rows, columns], memory, arrived))
 
     def then(product):
         plgpu.barrier_wait(arrived)
@@ -331,8 +406,11 @@ def _project(tiles: Tiles, eps: float, x, weights, squares, turning: _Turning, s
     q, k, v, memory, (tile, result), (turn, turned) = refs
     (column, rows), angles, shape = tiles.place, turning.angles, (tiles.rows, tiles.columns)
     values = angles.queries + angles.keys  # the first column of them
-    plgpu.copy_gmem_to_smem(squares.at[:, rows], *memory)
-    plgpu.copy_gmem_to_smem(turning.turn, turn, turned)
+
+    @tiles.first
+    def _():
+        plgpu.copy_gmem_to_smem(squares.at[:, rows], *memory)
+        plgpu.copy_gmem_to_smem(turning.turn, turn, turned)
 
     def then(product):
         # rounded before the rotation, as the product alone would leave it
