@@ -9,7 +9,8 @@ Queries are finished by the kernel that multiplies them, once per tile, and neve
 values meet every tile of queries and go into the cache. So `finished` writes them once, 4 R T N H
 elements read and written, where each tile of queries would repeat the work. Attention and storing
 call it with the same operands, and XLA keeps one of two equal calls. Where nothing that is stored
-overwrites what attention reads, `finished_and_stored` stores as well (`Stores`).
+overwrites what attention reads, `finished_and_stored` stores as well (`Stores`), and nothing else
+where all tokens are stored: attention then finds them in the pool.
 
 The rotation needs each number's neighbour, which lies in the same row. A product with a matrix of
 zeros and ones fetches it exactly, 64 columns at a time.
@@ -272,23 +273,24 @@ def _finished(projection: Projection, parts: tuple[int, ...], chip: Wgmma, inter
 
 
 def finished_and_stored(
-    projection: Projection, kv_pool: Array, writes: BlockWrites, interpret
-) -> tuple[Array, Array]:
-    """Keys and values as `finished` returns them, and the pool, of their type, with those that
-    `writes` stores. The table of `writes` has `by_token` and is shared by all rows."""
-    stores = Stores.of(kv_pool, writes)
-    found = _launch(projection, (K, V), products(), interpret, stores, (kv_pool, writes))
+    projection: Projection, kv_pool: Array, writes: BlockWrites, interpret, wanted: bool = True
+) -> tuple[Array | None, Array]:
+    """Keys and values as `finished` returns them, if they are `wanted`, or None; and the pool, of
+    their type, with those that `writes` stores. The table of `writes` has `by_token` and is shared
+    by all rows."""
+    stores, made_of = Stores.of(kv_pool, writes), (kv_pool, writes)
+    found = _launch(projection, (K, V), products(), interpret, stores, made_of, wanted)
     return found, jax.freeze(stores.pool).reshape(kv_pool.shape)
 
 
 def _launch(
-    projection: Projection, parts, chip: Wgmma, interpret, stores=None, stored=None
-) -> Array:
+    projection: Projection, parts, chip: Wgmma, interpret, stores=None, stored=None, wanted=True
+) -> Array | None:
     """Finish parts. stores: of a call that stores keys and values, too. stored: the pool and the
-    `BlockWrites` that they are made of."""
+    `BlockWrites` that they are made of. wanted: whether finished parts are a result."""
     rows, heads, tokens, head_dim = projection.shape
     turned = sum(turn_widths(projection)) * len([part for part in parts if part != V])
-    cost = estimates.finish(projection, len(parts), turned, stored)
+    cost = estimates.finish(projection, len(parts), turned, stored, wanted)
     if single := tokens == 1:  # tiles are made of rows, whose tokens have the same angles
         qkv, angles = jnp.swapaxes(projection.qkv, 0, 1), projection.rotation
         scale = projection.row_scale
@@ -300,10 +302,11 @@ def _launch(
     count, dtype = len(parts), projection.dtype
     shape = count, ROWS, head_dim
     landing = mosaic.landing(tokens, shape, dtype, chip.swizzle)
+    result = jax.ShapeDtypeStruct((places, whole, count * heads * head_dim), dtype)
     (found,) = mosaic.launch(
         partial(_finish, parts, single, chip),
         [Unfinished.of(projection, parts, lines * ROWS), stores],
-        [jax.ShapeDtypeStruct((places, whole, count * heads * head_dim), dtype)],
+        [[result] * wanted],
         [
             plgpu.SMEM(shape, dtype) if stores else landing,
             mosaic.tile(shape, dtype, chip.swizzle),
@@ -317,19 +320,20 @@ def _launch(
         interpret=interpret,
         name="finish_and_store" if stores else "finish",
     )
-    return found.reshape(rows, -1, count * heads * head_dim)
+    return found[0].reshape(rows, -1, count * heads * head_dim) if wanted else None
 
 
-def _finish(parts, single: bool, chip: Wgmma, given: Unfinished, stores, out_ref, *scratch):
+def _finish(parts, single: bool, chip: Wgmma, given: Unfinished, stores, outs, *scratch):
     """The kernel. single: whether rows have one token; the result then ends within a piece of
-    shared memory, so plain rows are copied out. stores: `Stores` or None."""
+    shared memory, so plain rows are copied out. stores: `Stores` or None. outs: the result, or
+    nothing."""
     raw, tile, arrived, turn, sums = scratch
     row, head, number = (jax.lax.axis_index(name) for name in ("row", "head", "tile"))
     first, head_dim, multiply = number * ROWS, tile.shape[-1], chip.multiply(sums, 0)
     # swizzled memory is copied in whole pieces of 8 rows only
     in_place = single or stores is not None
     results = raw if in_place else tile
-    plain = in_place and (stores is not None or mosaic.lands_plain(out_ref.shape[1]))
+    plain = in_place and (stores is not None or mosaic.lands_plain(outs[0].shape[1]))
     works = [
         TileMemory(raw.at[i], tile.at[i], results.at[i], arrived.at[i], turn, multiply, plain)
         for i in range(len(parts))
@@ -343,8 +347,9 @@ def _finish(parts, single: bool, chip: Wgmma, given: Unfinished, stores, out_ref
         plgpu.barrier_wait(turn[1])
     for i, (part, work) in enumerate(zip(parts, works, strict=True)):
         given.finish(part, row, head, first, work)
-        columns = pl.ds((i * given.heads + head) * head_dim, head_dim)
-        plgpu.copy_smem_to_gmem(work.result, out_ref.at[row, pl.ds(first, ROWS), columns])
+        if outs:
+            columns = pl.ds((i * given.heads + head) * head_dim, head_dim)
+            plgpu.copy_smem_to_gmem(work.result, outs[0].at[row, pl.ds(first, ROWS), columns])
     if stores is not None:
         if single:
             stores.put_rows(results, head, first)
