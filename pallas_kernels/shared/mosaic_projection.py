@@ -117,8 +117,6 @@ class Unfinished:
 
     def finish(self, part: int, row, head, first, work: "TileMemory") -> None:
         """Wait for a tile that was started, finish it and leave it in `work.result`."""
-        if work.arrived is not None:
-            plgpu.barrier_wait(work.arrived)
         rotated = self.turn is not None and part != V  # values are not rotated
         layout = BY_LINES if work.plain and not rotated else LAYOUT
 
@@ -127,17 +125,22 @@ class Unfinished:
             found = jax.lax.broadcast_in_dim(numbers, x.shape, [axis])
             return plgpu.layout_cast(found, layout)
 
-        # from here to the end all numbers are float32 in registers
-        layer, x = self.layer[0], mosaic.load(work.raw, layout, plain=True).astype(jnp.float32)
+        # vectors are read while the tile is on its way
+        layer, bias = self.layer[0], {Q: self.q_bias, K: None, V: self.v_bias}[part]
+        if bias is not None:
+            bias = mosaic.load(bias.at[layer, head], layout.reduce(0), plain=True)
         if self.row_scale is not None:
             here = self.row_scale.at[row, pl.ds(first, ROWS)]
             numbers = mosaic.load(here, layout.reduce(1), plain=True)
             columns = mosaic.load(self.channel_scale.at[part, head], layout.reduce(0), plain=True)
+        if work.arrived is not None:
+            plgpu.barrier_wait(work.arrived)
+        # from here to the end all numbers are float32 in registers
+        x = mosaic.load(work.raw, layout, plain=True).astype(jnp.float32)
+        if self.row_scale is not None:
             x *= spread(numbers, 0) * spread(columns, 1)
-        bias = {Q: self.q_bias, K: None, V: self.v_bias}[part]
         if bias is not None:
-            columns = mosaic.load(bias.at[layer, head], layout.reduce(0), plain=True)
-            x += spread(columns.astype(jnp.float32), 1)
+            x += spread(bias.astype(jnp.float32), 1)
         factor = self._factor(part, x, layer, head, layout)
         if rotated:
             self._rotate(x, factor, first, work)
@@ -231,7 +234,12 @@ class Stores:
         runs = self.table.shape[-1] // (RUN + 1)
         return self.table[self.layer[0], head, runs + token]
 
-    def put(self, results: Ref, row, head, first) -> None:
+    def words(self, head, first) -> list:
+        """The first slot and the kind of every run of a tile, for `put`."""
+        first, layer = jax.lax.div(first, RUN), self.layer[0]
+        return [self.table[layer, head, first + run] for run in range(ROWS // RUN)]
+
+    def put(self, results: Ref, words: list, row, head, first) -> None:
         """Copy finished keys and values, [64, 2, H] in shared memory, of tokens from `first` on."""
 
         def copy(token, slot, count: int) -> None:
@@ -239,8 +247,7 @@ class Stores:
             place = self.pool.at[row, pl.ds(slot, count)]
             plgpu.copy_smem_to_gmem(results.at[pl.ds(token, count)], place)
 
-        def put_run(run) -> None:
-            word = self.table[self.layer[0], head, jax.lax.div(first, RUN) + run]
+        def put_run(run, word) -> None:
             kind = word & (1 << KIND_BITS) - 1
             pl.when(kind == CONSECUTIVE)(lambda: copy(run * RUN, word >> KIND_BITS, RUN))
 
@@ -253,9 +260,13 @@ class Stores:
 
         @plgpu.warp_map
         def _(warp):
-            for turn in range(ROWS // RUN // WARPS):
-                put_run(turn * WARPS + warp)
-            plgpu.wait_smem_to_gmem(0)  # of this warp: each waits for its own
+            for turn in range(0, ROWS // RUN, WARPS):
+                word = words[turn]
+                for other in range(1, WARPS):
+                    word = jnp.where(warp == other, words[turn + other], word)
+                put_run(turn + warp, word)
+            # of this warp: each waits for its own
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def put_rows(self, results: Ref, head, first) -> None:
         """Copy the only token of rows from `first` on. All rows have it in the same slot."""
@@ -337,13 +348,13 @@ def _finish(parts, single: bool, chip: Wgmma, given: Unfinished, stores, outs, *
     here, columns = pl.ds(first, ROWS), pl.ds(head * head_dim, head_dim)
     source = given.product.at[row, here, pl.ds(parts[0], len(parts)), columns]
     plgpu.copy_gmem_to_smem(source, raw, arrived)
+    words = stores.words(head, first) if stores is not None and not single else None
     if given.turn is not None:
         plgpu.copy_gmem_to_smem(given.turn, *turn)
         plgpu.barrier_wait(turn[1])
-    plgpu.barrier_wait(arrived)
-    for i, part in enumerate(parts):
-        place = raw.at[:, i]
-        work = TileMemory(place, tile, place, None, turn, multiply, plain=True)
+    for i, part in reversed(list(enumerate(parts))):  # values first: their bias is to be read
+        place, barrier = raw.at[:, i], arrived if part == parts[-1] else None
+        work = TileMemory(place, tile, place, barrier, turn, multiply, plain=True)
         given.finish(part, row, head, first, work)
     if outs:
         plgpu.copy_smem_to_gmem(raw, outs[0].at[row, here, :, columns])
@@ -351,8 +362,9 @@ def _finish(parts, single: bool, chip: Wgmma, given: Unfinished, stores, outs, *
         if single:
             stores.put_rows(raw, head, first)
         else:
-            stores.put(raw, row, head, first)
-    plgpu.wait_smem_to_gmem(0)
+            stores.put(raw, words, row, head, first)
+    # What a program has stored is there when all have ended.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def turn_widths(projection: Projection) -> tuple[int, ...]:
