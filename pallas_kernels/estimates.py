@@ -32,6 +32,7 @@ def attend(
     table: BlockTable,
     *,
     lse: bool,
+    own: bool = True,
     tiles: int = 1,
     scales_at_once: int = 1,
 ) -> pl.CostEstimate:
@@ -39,14 +40,15 @@ def attend(
 
     Args:
       lse: whether the log-sum-exp is written.
+      own: whether own keys, if there are any, are read beside those of the table.
       tiles: how often the stored slots are copied from memory: once per tile of queries, or 1 where
         tiles run side by side and find in a cache what the first one copied.
       scales_at_once: the fewest scales of an int8 pool that are copied together.
     """
     rows, heads, tokens, head_dim = projection.shape
     blocks = table.ids.shape[-1]
-    queries, pairs = rows * heads * tokens, _pairs(projection, kv_pool, blocks)
-    parts = projection.qkv.shape[2] + 1  # the result
+    queries, pairs = rows * heads * tokens, _pairs(projection, kv_pool, blocks, own)
+    parts = (projection.qkv.shape[2] if own else 1) + 1  # the result
     moved = parts * queries * head_dim * projection.dtype.itemsize + 4 * queries * lse
     stored = blocks * _block_bytes(kv_pool, 2, scales_at_once)
     # two products, with two FLOPs per pair and number each
@@ -202,6 +204,7 @@ def finish(
     parts: int,
     turned: int = 0,
     stored: tuple[Array, BlockWrites] | None = None,
+    written: bool = True,
 ) -> pl.CostEstimate:
     """Cost of finishing queries, keys or values once for all programs that read them.
 
@@ -209,10 +212,11 @@ def finish(
       parts: how many of the three are finished.
       turned: columns of the products that rotate, summed over these parts.
       stored: the pool, and which keys and values are stored in it on the way.
+      written: whether they are written for other programs as well.
     """
     rows, heads, tokens, head_dim = projection.shape
     numbers = rows * heads * tokens * head_dim
-    moved = 2 * parts * numbers * projection.dtype.itemsize
+    moved = (1 + written) * parts * numbers * projection.dtype.itemsize
     if stored is not None:
         pool, writes = stored
         count = min(tokens, writes.ids.shape[-1] * pool.shape[2])
@@ -248,10 +252,10 @@ def _cost(moved: float, flops: float = 0, transcendentals: int = 0) -> pl.CostEs
     )
 
 
-def _pairs(projection: Projection, kv_pool: Array, blocks: int) -> int:
+def _pairs(projection: Projection, kv_pool: Array, blocks: int, own: bool = True) -> int:
     """Pairs of a query and a key. blocks: those that a head reads."""
     rows, heads, tokens, _ = projection.shape
-    own = tokens if projection.qkv.shape[2] > 1 else 0  # queries alone see stored keys only
+    own = tokens if own and projection.qkv.shape[2] > 1 else 0  # queries alone see stored keys only
     return rows * heads * tokens * (own + blocks * kv_pool.shape[2])
 
 

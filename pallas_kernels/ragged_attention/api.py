@@ -78,6 +78,7 @@ def store_and_attend(
     writes: BlockWrites,
     *,
     kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
+    following: BlockTable | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "R T N H"], Array, Array | None]:
     """`attend` and `cache_write.write` of the same scale, where none of the slots that `table`
@@ -86,6 +87,8 @@ def store_and_attend(
 
     Args:
       writes: which token goes into which slot. The other arguments are those of `attend`.
+      following: the slots of `table` and those of all of the scale's tokens, if `writes` stores all
+        of them, or None. A kernel that has stored them may read them there.
 
     Returns:
       The attention output, the pool and its scales (None unless int8).
@@ -93,7 +96,7 @@ def store_and_attend(
     Raises:
       NotImplementedError: the implementation named cannot run, with the reason.
     """
-    arguments = (projection, new_length, kv_pool, table, writes, kv_scale)
+    arguments = (projection, new_length, kv_pool, table, writes, kv_scale, following)
     return implementations.run(implementation, MODULES, "store_and_attend", *arguments)
 
 

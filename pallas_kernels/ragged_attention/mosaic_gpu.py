@@ -151,15 +151,17 @@ def attend(
     interpret,
     config=None,
     own=None,
+    listed=False,
 ):
     """See `api.attend`. A projection of queries alone, with the length 0, sees stored slots only;
     every row then needs at least one.
 
     config: tiles; None takes those of `config.choose`.
     own: finished keys and values of the scale; None: they are finished first.
+    listed: whether these are among the stored slots. The queries then count as if alone.
     """
     mosaic.check(projection.qkv, kv_pool, kv_scale, interpret)
-    if projection.qkv.shape[2] == 1:  # queries alone: an array that nobody reads
+    if alone := listed or projection.qkv.shape[2] == 1:  # an array that nobody reads
         own = kv_pool.reshape(len(kv_pool), -1, kv_pool.shape[-1])
     elif own is None:
         own = finished(projection, (K, V), interpret)
@@ -189,7 +191,7 @@ def _attend(given: tuple, config: tiles.MosaicConfig, chip: Wgmma, return_lse: b
         _scratch(projection, config, chip, shares, stored),
         computing=groups if groups > 1 else 0,  # a single warpgroup fetches as well
         grid={"program": shares.programs},
-        cost=estimates.attend(projection, kv_pool, table, lse=True),
+        cost=estimates.attend(projection, kv_pool, table, lse=True, own=not alone),
         interpret=interpret,
         name="ragged_attention",
     )
@@ -197,17 +199,23 @@ def _attend(given: tuple, config: tiles.MosaicConfig, chip: Wgmma, return_lse: b
     return (out, lse[:, :, :tokens]) if return_lse else out
 
 
-def store_and_attend(projection, new_length, kv_pool, table, writes, kv_scale, *, interpret):
+def store_and_attend(
+    projection, new_length, kv_pool, table, writes, kv_scale, following=None, *, interpret
+):
     """See `api.store_and_attend`. Keys and values are stored by the kernel that finishes them, as
-    far as its copies can: they do not convert numbers, and want a table for all rows."""
+    far as its copies can: they do not convert numbers, and want a table for all rows. Attention
+    reads them where they are stored, if all of them are: they are written once, and share blocks
+    and steps with older ones."""
     mosaic.check(projection.qkv, kv_pool, kv_scale, interpret)
     per_row = writes.ids.ndim == 3 and writes.layer is None
     if kv_pool.dtype != projection.dtype or writes.by_token is None or per_row or not kv_pool.size:
         given = (projection, new_length, kv_pool, table, writes, kv_scale)
         return in_turn(attend, cache_write.write)(*given, interpret=interpret)
-    own, kv_pool = finished_and_stored(projection, kv_pool, writes, interpret)
-    given = (projection, new_length, kv_pool, table, kv_scale)
-    return attend(*given, return_lse=False, interpret=interpret, own=own), kv_pool, kv_scale
+    listed = following is not None
+    own, kv_pool = finished_and_stored(projection, kv_pool, writes, interpret, not listed)
+    seen = (0, kv_pool, following) if listed else (new_length, kv_pool, table)
+    how = dict(return_lse=False, interpret=interpret, own=own, listed=listed)
+    return attend(projection, *seen, kv_scale, **how), kv_pool, kv_scale
 
 
 def _scratch(projection, config, chip: Wgmma, shares: Shares, stored: StoredBlocks) -> list:

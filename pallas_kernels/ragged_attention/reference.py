@@ -99,9 +99,9 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse):
 
 
 def in_turn(attend: Callable, write: Callable) -> Callable:
-    """`api.store_and_attend` where storing is a kernel of its own, or XLA's."""
+    """`api.store_and_attend` where storing is a kernel of its own, or XLA's, after attention."""
 
-    def run(projection, new_length, kv_pool, table, writes, kv_scale, **options):
+    def run(projection, new_length, kv_pool, table, writes, kv_scale, following=None, **options):
         given = (projection, new_length, kv_pool, table, kv_scale)
         out = attend(*given, return_lse=False, **options)
         # Which of the two comes first does not matter, as they share no slot. This way round XLA

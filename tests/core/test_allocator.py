@@ -6,6 +6,7 @@ import pytest
 from varjax import policies
 from varjax.core.allocation import Geometry, RegionAllocation, StaticAllocation
 from varjax.core.errors import UserError
+from varjax.core.layer_inputs import layer_inputs
 from varjax.core.scale_plan import build_plan
 from varjax.core.sequence import Schedule
 
@@ -76,6 +77,26 @@ def test_overwrites_says_whether_a_layer_stores_where_it_reads(seed):
         assert plan.overwrites(s) == clash
         found.append(clash)
     assert not found[0] and any(found)  # nothing is read at first
+
+
+def test_following_slots_hold_all_that_was_read_and_stored():
+    """`following` is given where a scale gives up nothing: not by the last one, not where one token
+    of one head goes."""
+    scale, most = GEOMETRY.schedule.scale_of_token, GEOMETRY.schedule.num_scales - 1
+    last_use = np.full((GEOMETRY.num_layers, GEOMETRY.num_heads, scale.size), most, np.int16)
+    for tokens in ({}, {(1, 1, 0): 2, (2, 0, 5): 3}):
+        for place, use in tokens.items():
+            last_use[place] = use
+        plan = build_plan(GEOMETRY, StaticAllocation(last_use), 4, TOKENS)
+        for s in range(most + 1):
+            found = layer_inputs(plan, range(s, s + 1), 20).following
+            assert (found is None) == (s == most or s in tokens.values())
+            for layer, head in np.ndindex(*last_use.shape[:2]) if found is not None else ():
+                starts, ends = GEOMETRY.schedule.starts, GEOMETRY.schedule.ends
+                own = plan.write_slots[layer, head, starts[s] : ends[s]].tolist()
+                mask, slots = found.slot_mask(4)[0, layer, head], found.slots(4)[0, layer, head]
+                assert sorted(slots[mask]) == sorted(read_slots(plan, s, layer, head) + own)
+    assert layer_inputs(plan, range(1, 3), 20).following is None
 
 
 @pytest.mark.parametrize("make", [random_static, random_regions])

@@ -176,8 +176,9 @@ def programs(spec, sharding=None):
         found["write"] = (jax.jit(store, donate_argnums=0), args.write)
         layer = partial(_layer)  # traced anew for every chip, as `_text` is
         found["layer"] = (jax.jit(layer, donate_argnums=0), (args.kv_pool, args))
-        apart = partial(_layer_apart)
-        found["apart"] = (jax.jit(apart, donate_argnums=0), (args.kv_pool, args))
+        for name, listed in (("apart", False), ("listed", True)):
+            apart = partial(_layer_apart, listed=listed)
+            found[name] = (jax.jit(apart, donate_argnums=0), (args.kv_pool, args))
         found["text"] = (jax.jit(partial(_text)), _text_arguments(args, sharding))
     return found
 
@@ -201,9 +202,10 @@ def _layer(pool, args):
     return out, mosaic_write.write(*args.write, None, interpret=False)[0]
 
 
-def _layer_apart(pool, args):
-    """Keys and values are stored by the kernel that finishes them, before attention."""
-    given = (*replace(args, kv_pool=pool).attend, args.writes, None)
+def _layer_apart(pool, args, listed):
+    """Keys and values are stored by the kernel that finishes them, before attention, which finds
+    them by the table if they are `listed` there."""
+    given = (*replace(args, kv_pool=pool).attend, args.writes, None, args.table if listed else None)
     return mosaic_gpu.store_and_attend(*given, interpret=False)[:2]
 
 

@@ -18,6 +18,7 @@ from pallas_kernels.ragged_attention import mosaic_gpu
 from pallas_kernels.sample import mosaic_gpu as mosaic_sample
 from pallas_kernels.sample import sample
 from pallas_kernels.shared import mosaic_products
+from pallas_kernels.tables import BlockTable, block_writes
 from tests.pallas_kernels import copy_rules, gpu_simulation
 from tests.pallas_kernels import test_sample as choices
 from tests.pallas_kernels.gpu_simulation import RACE, UNWAITED, no_races
@@ -146,9 +147,9 @@ APART = {
 FIRST = ("small", "one-query", "in-8-bits")
 
 
-def store_and_attend(args):
+def store_and_attend(args, following=None):
     run = simulated(mosaic_gpu.store_and_attend)
-    return jax.block_until_ready(run(*args.attend, args.writes, args.kv_scale))
+    return jax.block_until_ready(run(*args.attend, args.writes, args.kv_scale, following))
 
 
 @pytest.mark.parametrize(
@@ -159,19 +160,42 @@ def test_store_and_attend(spec, capsys):
     """What is read and what is written lie apart. Slots that are neither hold NaN before and
     after."""
     for case in written(spec):
-        args = case.arguments()
-        out, *found = store_and_attend(args)
-        assert no_races(capsys), "race"
-        options = dict(kv_scale=args.kv_scale, implementation="reference")
-        expected = ragged_attention.attend(*in_float32(args).attend, **options)
-        real = slice(0, spec.length)
-        assert error(out[:, real], expected[:, real]) < TOLERANCE[spec.dtype]
-        wanted = cache_write.write(*args.write, **options)
-        nan = [jax.tree.map(lambda a: np.isnan(np.float32(a)), b) for b in (tuple(found), wanted)]
-        chex.assert_trees_all_equal(*nan)
-        assert spec.kv_dtype or nan[0][0].any()
-        clean = [jax.tree.map(lambda a: jnp.nan_to_num(a), b) for b in (tuple(found), wanted)]
-        assert_stored(*clean, args.projection)
+        check_store_and_attend(spec, case.arguments(), capsys)
+
+
+def check_store_and_attend(spec, args, capsys, following=None):
+    out, *found = store_and_attend(args, following)
+    assert no_races(capsys), "race"
+    options = dict(kv_scale=args.kv_scale, implementation="reference")
+    expected = ragged_attention.attend(*in_float32(args).attend, **options)
+    real = slice(0, spec.length)
+    assert error(out[:, real], expected[:, real]) < TOLERANCE[spec.dtype]
+    wanted = cache_write.write(*args.write, **options)
+    nan = [jax.tree.map(lambda a: np.isnan(np.float32(a)), b) for b in (tuple(found), wanted)]
+    chex.assert_trees_all_equal(*nan)
+    assert spec.kv_dtype or nan[0][0].any()
+    clean = [jax.tree.map(lambda a: jnp.nan_to_num(a), b) for b in (tuple(found), wanted)]
+    assert_stored(*clean, args.projection)
+
+
+@pytest.mark.parametrize(
+    "name", ["small", *(pytest.param(n, marks=pytest.mark.slow) for n in APART if n != "small")]
+)
+def test_own_keys_are_read_where_they_are_stored(name, capsys):
+    """All of them are, one behind another; slots before and behind them hold NaN."""
+    spec = replace(APART[name], filling="repeated", entries=17)
+    args, heads, size = spec.arguments(), np.arange(spec.heads), spec.block_size
+    first = (1 + (spec.heads + heads) * spec.entries) * size + heads + 3
+    slots = np.where(np.arange(spec.tokens) < spec.length, np.arange(spec.tokens), -(10**9))
+    slots = np.repeat((first[:, None] + slots)[None], 2, axis=0)  # of two layers
+    writes = block_writes(slots, size)
+    some = writes.source >= 0
+    own = writes.ids, some.argmax(-1), some.argmax(-1) + some.sum(-1)
+    read = args.table.ids, args.table.start, args.table.stop
+    both = map(partial(jnp.concatenate, axis=-1, dtype=jnp.int32), zip(own, read, strict=True))
+    following = BlockTable(*both).of_layer(args.table.layer)
+    args = replace(args, writes=jax.tree.map(jnp.asarray, writes).of_layer(args.writes.layer))
+    check_store_and_attend(spec, args, capsys, following)
 
 
 def test_nothing_is_stored_by_a_kernel_of_its_own(chip):

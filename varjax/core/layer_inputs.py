@@ -26,21 +26,27 @@ class StaticInputs:
     write: where the scale's tokens are stored.
     apart: static, whether no layer writes a slot that it reads at the same scale. What it stores
       may then come before its attention.
+    following: the slots that hold what the scale read and all that it stored, if it gives up none
+      of them, or None. They are what the next scale reads.
     """
 
     read: BlockTable
     write: BlockWrites
     apart: bool = field(default=False, metadata=dict(static=True))
+    following: BlockTable | None = None
 
     def packed(self, block_size: int) -> "StaticInputs":
         """The inputs with tables as kernels read them. Call it once, before the loop over layers:
         packing within it would run for every layer."""
         read, write = self.read.with_packed(block_size), self.write.with_packed()
-        return replace(self, read=read, write=write)
+        following = self.following and self.following.with_packed(block_size)
+        return replace(self, read=read, write=write, following=following)
 
     def of_layer(self, layer: Int[Array, ""]) -> "StaticInputs":
         """The inputs of one layer from those of all layers of a scale."""
-        return replace(self, read=self.read.of_layer(layer), write=self.write.of_layer(layer))
+        read, write = self.read.of_layer(layer), self.write.of_layer(layer)
+        following = self.following and self.following.of_layer(layer)
+        return replace(self, read=read, write=write, following=following)
 
 
 @jax.tree_util.register_dataclass
@@ -101,7 +107,8 @@ def layer_inputs(plan: ScalePlan, scales: range, length: int) -> LayerInputs:
         # the padding of a scale is never stored, like dropped tokens and the last scale: slot -1
         padding = [((0, 0), (0, 0), (0, length - a.shape[-1])) for a in slots]
         padded = [np.pad(a, p, constant_values=-1) for a, p in zip(slots, padding, strict=True)]
-        return StaticInputs(read, block_writes(np.stack(padded), plan.block_size), apart)
+        following = _read_table(plan, number + 1) if all(map(plan.keeps, scales)) else None
+        return StaticInputs(read, block_writes(np.stack(padded), plan.block_size), apart, following)
     last_scale = plan.geometry.schedule.num_scales - 1
     following = np.minimum(number + 1, last_scale)
     # No scale follows the last one: it gets its own table once more, and may keep nothing.
@@ -115,8 +122,10 @@ def join_heads(groups: Sequence[LayerInputs]) -> LayerInputs:
     if len(groups) == 1:
         return groups[0]
     if isinstance(groups[0], StaticInputs):  # one program serves them all
-        apart = all(group.apart for group in groups)
-        groups = [replace(group, apart=apart) for group in groups]
+        shared = dict(apart=all(group.apart for group in groups))
+        if any(group.following is None for group in groups):
+            shared["following"] = None
+        groups = [replace(group, **shared) for group in groups]
 
     def join(*arrays: np.ndarray) -> np.ndarray:
         # Groups differ in how many entries their fullest head has. (0, 0, 0) is an empty entry of a

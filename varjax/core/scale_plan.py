@@ -120,6 +120,14 @@ class ScalePlan(CachePlan):
         pairs = zip(read, written, strict=True)  # layer by layer
         return any(np.intersect1d(a[a >= 0], b[b >= 0]).size for a, b in pairs)
 
+    def keeps(self, scale: int) -> bool:
+        """Whether every layer and head stores all tokens of a scale and keeps all that it reads at
+        that scale, as far as that is known here."""
+        if not self.static_content or not self.stores(scale):
+            return False
+        ends = self.geometry.schedule.ends[scale]
+        return not (self.allocation.last_use[..., :ends] == scale).any()
+
     @property
     def chooses(self) -> bool:
         return any(map(self.selects, range(self.geometry.schedule.num_scales)))

@@ -78,6 +78,7 @@ class StaticStep:
         options = dict(kv_scale=state.kv_scale, implementation=self.attention)
         given = (projection, step.length, state.kv_pool, inputs.read)
         if self.stores and inputs.apart:
+            options |= dict(following=inputs.following)
             out, pool, scale = store_and_attend(*given, inputs.write, **options)
             return out, replace(state, kv_pool=pool, kv_scale=scale)
         out = attend(*given, **options)
