@@ -14,9 +14,9 @@ such programs share a multiprocessor, and compute while others wait.
 Scores are products in the type of the projection with float32 sums. Exponentials are float32
 powers of two. Weights are rounded and go into the second product, which adds to the sums of the
 steps before: from registers on Hopper, through shared memory on Blackwell. Keys outside the valid
-ranges have the weight 0. Their values are set to zero in shared memory, because 0 times NaN is
-NaN; only steps with a partly valid block need that, and the table has a bit per entry that says
-which.
+ranges have the weight 0. Unless all numbers are finite (`BlockTable.finite`), their values are set
+to zero in shared memory, because 0 times NaN is NaN; only steps with a partly valid block need
+that, and the table has a bit per entry that says which.
 
 Traffic, with b bytes per element, t real tokens and P' slots of the blocks in use. The tiles of a
 head follow one another, so all but the first find its keys in the L2 cache. From memory come
@@ -168,9 +168,11 @@ def attend(
     chip = replace(products(), registers=False) if interpret else products()
     stored = StoredBlocks.of(kv_pool, kv_scale, table, config.block_k)
     shares = Shares.of(projection, config, chip, stored.scaled)
+    # scales of rows behind the last one may be NaN, and so may what is finished with them
+    finite = table.finite and projection.row_scale is None
     lines = shares.tiles * groups * ROWS  # statistics are written in whole tiles
     [(out, lse)] = mosaic.launch(
-        partial(_attend_tiles, config, chip, shares),
+        partial(_attend_tiles, config, chip, shares, finite),
         [one_number(new_length), Unfinished.of(projection, (Q,), lines), own, stored],
         [
             (
@@ -225,7 +227,16 @@ def _scratch(projection, config, chip: Wgmma, shares: Shares, stored: StoredBloc
 
 
 def _attend_tiles(
-    config, chip: Wgmma, shares: Shares, length, given, own, stored, out_refs, *scratch
+    config,
+    chip: Wgmma,
+    shares: Shares,
+    finite: bool,
+    length,
+    given,
+    own,
+    stored,
+    out_refs,
+    *scratch,
 ):
     (raw, queries, arrived), turn, results, statistics, weights, changed, parts, sums = scratch
     group = jax.lax.axis_index("warpgroup")
@@ -243,7 +254,7 @@ def _attend_tiles(
         places = raw.at[group], queries.at[group], queries.at[group], arrived.at[group]
         work = TileMemory(*places, turn, multiply)
         add = chip.add(multiply, weights, group)
-        tile = _Tile(work.tile, multiply, add, changed, group, config, parts, fetch)
+        tile = _Tile(work.tile, multiply, add, changed, group, config, parts, fetch, finite)
         # raw queries are not needed once they are finished: the result may take their place
         memory, offset = ((results or [raw])[0].at[group], statistics.at[group]), group * ROWS
 
@@ -319,6 +330,7 @@ class _Tile:
     config: tiles.MosaicConfig
     parts: Sequence[PoolHalf]
     fetch: Callable | None  # `fetch_next`; None: another warpgroup fetches
+    finite: bool  # whether neither own values nor those of the pool are NaN
 
     def see(self, keys: Keys, carry: tuple) -> tuple:
         """((weighted mean of the values [64, H], log-sum-exp [64]) over all keys, carry).
@@ -375,9 +387,9 @@ class _Tile:
             scales = down(keys.scales(v, i, place, PER_COLUMN), weights.shape)
             weights = jnp.where(weights > 0, weights * scales, 0.0)
         self._convert(keys, i, v, place)
-        # int8 numbers are finite, so only own values of an int8 pool's call may be NaN
-        unclean = partly if v.raw is None else partly & (i < keys.own_steps)
-        pl.when(unclean)(lambda: self._change(lambda: _clear(keys, i, v.places.at[place])))
+        if not self.finite:
+            unclean = partly & (i < keys.own_steps) if keys.stored.finite else partly
+            pl.when(unclean)(lambda: self._change(lambda: _clear(keys, i, v.places.at[place])))
         out = self.add(out, weights.astype(self.queries.dtype), v.places.at[place])
         v.release(place)
         return highest, total, out

@@ -33,6 +33,7 @@ class StoredBlocks:
       side by side [R, N, 2, P].
     size: keys of a step.
     entries: M.
+    finite: whether no slot of the pool holds NaN, int8 or not.
     """
 
     table: Operand
@@ -42,6 +43,7 @@ class StoredBlocks:
     size: int = field(metadata=dict(static=True))
     entries: int = field(metadata=dict(static=True))
     per_row: bool = field(metadata=dict(static=True))
+    finite: bool = field(metadata=dict(static=True))
 
     @classmethod
     def of(cls, kv_pool, kv_scale, table: BlockTable, size: int) -> "StoredBlocks":
@@ -57,7 +59,9 @@ class StoredBlocks:
             scales = mosaic.padded(lines, 3, size, size)
         packed, per_row = mosaic.packed(table.with_packed(kv_pool.shape[2]))
         arrays = (packed, one_number(table.layer), kv_pool, scales)
-        return cls(*arrays, size=size, entries=table.ids.shape[-1], per_row=per_row)
+        # int8 numbers are finite, and their scales are left out where they do not count
+        finite, entries = table.finite or scales is not None, table.ids.shape[-1]
+        return cls(*arrays, size=size, entries=entries, per_row=per_row, finite=finite)
 
     @property
     def block_size(self) -> int:
