@@ -5,7 +5,7 @@ See `api` for what it computes; `mosaic_projection` for queries, `mosaic_keys` f
 Tiling. A tile has 64 queries per computing warpgroup, of one head of one row. Keys and values come
 in steps of `block_k`: own tokens first, then the blocks of the head's table, as many as make a
 step. A head's steps end with the last entry that it uses. A program goes through several tiles
-(`Shares`). Of three warpgroups one copies the blocks of a step into one of `buffers` places
+(`Shares`). Of three or four warpgroups one copies the blocks of a step into one of `buffers` places
 in shared memory while the others compute on steps that have arrived. Barriers say which places are
 full and which are free again. A program of few queries is a single warpgroup: it starts the copies
 of as many steps as there are places, then computes, and fills a place again after its step. Three
@@ -113,7 +113,7 @@ class Shares:
         weights = 0 if chip.registers else groups * ROWS * size
         numbers = 2 * queries + weights + turned * TURNED**2 + steps * head_dim
         memory = 2 * numbers + groups * ROWS * 4 + scaled * steps * (head_dim + 4)
-        # two warpgroups that compute take all registers of a multiprocessor
+        # two or three warpgroups that compute take all registers of a multiprocessor
         most = ALONE[turned] if groups == 1 else 1
         at_once = mosaic.programs_at_once(memory, most)
         memory += 2 * queries  # with a place for the result
@@ -300,7 +300,7 @@ def _attend_tiles(
     @pl.when(group < config.warpgroups)
     def _():
         # takes over what the fetching warpgroup has given back
-        plgpu.set_max_registers(mosaic.COMPUTE_REGISTERS, action="increase")
+        plgpu.set_max_registers(mosaic.COMPUTE_REGISTERS[config.warpgroups], action="increase")
         compute(None)
 
 

@@ -99,7 +99,8 @@ ONE_QUERY = SPECS["llamagen-xl-t1"].reduced(heads=3, entries=5)
 SEVERAL = {  # more steps than places
     "one-query": ONE_QUERY,
     "one-warpgroup": replace(SMALL, tokens=24, length=20, entries=17, filling="full"),
-    "two-warpgroups": replace(SMALL, tokens=136, length=130, entries=17, filling="full"),
+    "two-warpgroups": replace(SMALL, tokens=120, length=110, entries=17, filling="full"),
+    "three-warpgroups": replace(SMALL, tokens=136, length=130, entries=17, filling="full"),
 }
 
 
