@@ -13,10 +13,12 @@ such programs share a multiprocessor, and compute while others wait.
 
 Scores are products in the type of the projection with float32 sums. Exponentials are float32
 powers of two. Weights are rounded and go into the second product, which adds to the sums of the
-steps before: from registers on Hopper, through shared memory on Blackwell. Keys outside the valid
-ranges have the weight 0. Unless all numbers are finite (`BlockTable.finite`), their values are set
-to zero in shared memory, because 0 times NaN is NaN; only steps with a partly valid block need
-that, and the table has a bit per entry that says which.
+steps before: from registers on Hopper, through shared memory on Blackwell. With two
+or three warpgroups on Hopper the second product of a step is under way together with the first one
+of the next step, and during its softmax, as in FlashAttention-3 (arXiv 2407.08608, section 3.2).
+Keys outside the valid ranges have the weight 0. Unless all numbers are finite
+(`BlockTable.finite`), their values are set to zero in shared memory, because 0 times NaN is NaN;
+only steps with a partly valid block need that, and the table has a bit per entry that says which.
 
 Traffic, with b bytes per element, t real tokens and P' slots of the blocks in use. The tiles of a
 head follow one another, so all but the first find its keys in the L2 cache. From memory come
@@ -57,6 +59,7 @@ from pallas_kernels.shared.mosaic_products import (
     PER_ROW,
     ROWS,
     Add,
+    Both,
     Multiply,
     Wgmma,
     across,
@@ -254,7 +257,9 @@ def _attend_tiles(
         places = raw.at[group], queries.at[group], queries.at[group], arrived.at[group]
         work = TileMemory(*places, turn, multiply)
         add = chip.add(multiply, weights, group)
-        tile = _Tile(work.tile, multiply, add, changed, group, config, parts, fetch, finite)
+        # programs of one warpgroup have fewer registers, and wait for products by turns anyway
+        product = multiply, add, chip.both(multiply, add, at_once=config.warpgroups > 1)
+        tile = _Tile(work.tile, *product, changed, group, config, parts, fetch, finite)
         # raw queries are not needed once they are finished: the result may take their place
         memory, offset = ((results or [raw])[0].at[group], statistics.at[group]), group * ROWS
 
@@ -325,6 +330,7 @@ class _Tile:
     queries: Ref
     multiply: Multiply
     add: Add
+    both: Both
     changed: Ref  # a barrier: the first warpgroup has changed keys or values
     group: Scalar
     config: tiles.MosaicConfig
@@ -339,35 +345,58 @@ class _Tile:
           copied next.
         """
         head_dim, (before, following) = self.queries.shape[-1], carry
+        shape = ROWS, keys.stored.size
         # a loop keeps the layouts of what it carries, so they are named before it
-        state = (
+        softmax = (
             plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), PER_ROW),
             plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), PER_ROW),
-            plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), LAYOUT),
+            plgpu.layout_cast(jnp.zeros(shape, self.queries.dtype), LAYOUT),
         )
+        out = plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), LAYOUT)
+
+        def release(number, following):
+            self.parts[1].release(jax.lax.rem(number, self.config.buffers))
+            if self.fetch:  # nobody reads the step's place any more
+                following = self.fetch(number + self.config.buffers, following)
+            return following
 
         def step(i, state):
-            state, following = self._step(keys, before + i, i, state[0]), state[1]
-            if self.fetch:  # nobody reads the step's place any more
-                following = self.fetch(before + i + self.config.buffers, following)
-            return state, following
+            softmax, out, following = state
+            number, maximum = before + i, softmax[0]
+            last = softmax[2], self._values(number - 1)
+            act = partial(self._weights, keys, number, i)
+            factors = self._factors(keys, number, i)
+            out, softmax = self.both(factors, shape, (out, *last), softmax, act)
+            out *= across(jnp.exp2(maximum - softmax[0]), out.shape)
+            return softmax, out, release(number - 1, following)
 
         # every query sees at least the scale's first token: the maximum is finite after step 0
-        state, following = jax.lax.fori_loop(0, keys.steps, step, (state, following))
-        maximum, total, out = state
+        scores = self.multiply(*self._factors(keys, before, 0), shape)
+        softmax = self._weights(keys, before, 0, scores, softmax)
+        state = jax.lax.fori_loop(1, keys.steps, step, (softmax, out, following))
+        (maximum, total, weights), out, following = state
+        number = before + keys.steps
+        out = self.add(out, weights, self._values(number - 1))
+        following = release(number - 1, following)
         found = out / across(total, out.shape), maximum / LOG2_E + jnp.log(total)
-        return found, (before + keys.steps, following)
+        return found, (number, following)
 
-    def _step(self, keys: Keys, number, i, state):
-        """One step of the online softmax. number: of the step, in the program. The maximum is in
-        units of log2."""
-        (maximum, total, out), (k, v) = state, self.parts
-        place = jax.lax.rem(number, self.config.buffers)
-        partly = keys.is_partial(i)
+    def _factors(self, keys: Keys, number, i) -> tuple:
+        """Queries, and keys of a step once they are there. number: of the step, in the program."""
+        k, place = self.parts[0], jax.lax.rem(number, self.config.buffers)
         plgpu.barrier_wait(k.full.at[place])
         self._convert(keys, i, k, place)
-        shape = (ROWS, keys.stored.size)
-        scores = self.multiply(self.queries, k.places.at[place].transpose((1, 0)), shape)
+        return self.queries, k.places.at[place].transpose((1, 0))
+
+    def _values(self, number):
+        return self.parts[1].places.at[jax.lax.rem(number, self.config.buffers)]
+
+    def _weights(self, keys: Keys, number, i, scores, softmax: tuple) -> tuple:
+        """One step of the online softmax: (maximum in units of log2, sum, weights as they are
+        multiplied) after it, once the step's values are there and clean. number: of the step, in
+        the program."""
+        (maximum, total, _), (k, v) = softmax, self.parts
+        place, partly = jax.lax.rem(number, self.config.buffers), keys.is_partial(i)
         if k.raw is not None:  # one scale per key, so it may leave the sum over H
             scores *= down(keys.scales(k, i, place, PER_COLUMN), scores.shape)
         k.release(place)  # the next keys may come while the softmax is at work
@@ -381,7 +410,7 @@ class _Tile:
         highest = jnp.maximum(maximum, scores.max(axis=1) * LOG2_E)
         rescale = jnp.exp2(maximum - highest)  # 0 in the first step, whose maximum was -inf
         weights = jnp.exp2(scores * LOG2_E - across(highest, scores.shape))
-        total, out = total * rescale + weights.sum(axis=1), out * across(rescale, out.shape)
+        total = total * rescale + weights.sum(axis=1)
         plgpu.barrier_wait(v.full.at[place])
         if v.raw is not None:  # after the total, which sums the weights alone
             scales = down(keys.scales(v, i, place, PER_COLUMN), weights.shape)
@@ -390,9 +419,7 @@ class _Tile:
         if not self.finite:
             unclean = partly & (i < keys.own_steps) if keys.stored.finite else partly
             pl.when(unclean)(lambda: self._change(lambda: _clear(keys, i, v.places.at[place])))
-        out = self.add(out, weights.astype(self.queries.dtype), v.places.at[place])
-        v.release(place)
-        return highest, total, out
+        return highest, total, weights.astype(self.queries.dtype)
 
     def _convert(self, keys: Keys, i, part: PoolHalf, place) -> None:
         """Convert a stored step of an int8 pool to the type of the own keys, without its scales."""

@@ -161,7 +161,8 @@ class Keys:
 
     @property
     def steps(self):
-        return self.own_steps + pl.cdiv(self.used, self.stored.pieces)
+        # at least one, though without a key its result is NaN
+        return jnp.maximum(self.own_steps + pl.cdiv(self.used, self.stored.pieces), 1)
 
     def entry(self, step, piece):
         """(number of a table entry, the same number within the table). Own keys have no entry, and

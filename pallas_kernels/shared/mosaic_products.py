@@ -30,6 +30,9 @@ Multiply = Callable[[Ref, Ref, tuple[int, int]], Array]  # (a, b, shape): a @ b 
 # (total, weights, values): total + weights @ values. The total is float32, and like the weights, of
 # 16-bit numbers, in registers; the values are in shared memory.
 Add = Callable[[Array, Array, Ref], Array]
+# ((a, b), shape of a @ b, arguments of an `Add`, state, act): (what `Add` returns, act(a @ b,
+# state), which is of the kind of `state`).
+Both = Callable[[tuple, tuple[int, int], tuple, tuple, Callable], tuple[Array, tuple]]
 
 
 def across(rows, shape):
@@ -94,6 +97,30 @@ class Wgmma:
             return run(plgpu.ACC.init(total))
 
         return added
+
+    def both(self, multiply: Multiply, add: Add, at_once: bool) -> Both:
+        """The function with which a warpgroup multiplies, adds weighted values, and acts on the
+        product. at_once: whether the values are added while it acts, if `add` takes `registers`."""
+
+        def found(factors, shape, given, state, act):
+            total, weights, values = given
+            if not (at_once and self.registers):
+                return add(*given), act(multiply(*factors, shape), state)
+
+            def run(refs):
+                (sums, scores), kept = refs
+                plgpu.wgmma(scores, *factors)
+                plgpu.wgmma(sums, weights, values)
+                product = plgpu.wgmma_accumulator_load(scores, wait_n=1)  # the first of the two
+                for ref, number in zip(kept, act(product, state), strict=True):
+                    ref[...] = number
+
+            zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), LAYOUT)
+            begin = plgpu.ACC.init(total), plgpu.ACC.init(zeros)
+            (total, _), state = pl.run_state(run)((begin, state))
+            return total, state
+
+        return found
 
 
 @dataclass(frozen=True)
