@@ -82,6 +82,7 @@ LOG2_E = math.log2(math.e)
 # Programs of one warpgroup that a multiprocessor holds, without and with a rotation: so many have
 # 168 and 255 registers per thread.
 ALONE = (3, 2)
+TURNS = True  # whether warpgroups of a program begin their products in turn
 
 
 @dataclass(frozen=True)
@@ -224,9 +225,17 @@ def _scratch(projection, config, chip: Wgmma, shares: Shares, stored: StoredBloc
         plgpu.SMEM((groups, ROWS), jnp.float32),
         [] if chip.registers else [tile((groups, ROWS, size))],  # weights
         plgpu.Barrier(num_arrivals=groups),  # invalid values are cleared
+        plgpu.Barrier(num_barriers=groups) if TURNS and _overlaps(config, chip) else None,
         [[tile((buffers, size, head_dim)), full, free, *stored.scratch(buffers, head_dim)]] * 2,
         chip.scratch(groups, size, head_dim, *turn_widths(projection)),
     ]
+
+
+def _overlaps(config: tiles.MosaicConfig, chip: Wgmma) -> bool:
+    """Whether a step's values are added during the softmax of the next step. A place is then free a
+    step later, so there have to be others. Programs of one warpgroup have too few registers, and
+    overlap with one another."""
+    return chip.overlaps and config.warpgroups > 1 and config.buffers > 2
 
 
 def _attend_tiles(
@@ -241,7 +250,9 @@ def _attend_tiles(
     out_refs,
     *scratch,
 ):
-    (raw, queries, arrived), turn, results, statistics, weights, changed, parts, sums = scratch
+    (raw, queries, arrived), turn, results, statistics, weights, changed, turns, parts, sums = (
+        scratch
+    )
     group = jax.lax.axis_index("warpgroup")
     begin, count = shares.of_program(jax.lax.axis_index("program"))
     parts = [PoolHalf(half, *refs) for half, refs in enumerate(parts)]
@@ -257,9 +268,9 @@ def _attend_tiles(
         places = raw.at[group], queries.at[group], queries.at[group], arrived.at[group]
         work = TileMemory(*places, turn, multiply)
         add = chip.add(multiply, weights, group)
-        # programs of one warpgroup have fewer registers, and wait for products by turns anyway
-        product = multiply, add, chip.both(multiply, add, at_once=config.warpgroups > 1)
-        tile = _Tile(work.tile, *product, changed, group, config, parts, fetch, finite)
+        product = multiply, add, chip.both(multiply, add) if _overlaps(config, chip) else None
+        turn_of = Turns(turns, group, config.warpgroups)
+        tile = _Tile(work.tile, *product, changed, group, config, parts, fetch, finite, turn_of)
         # raw queries are not needed once they are finished: the result may take their place
         memory, offset = ((results or [raw])[0].at[group], statistics.at[group]), group * ROWS
 
@@ -289,7 +300,9 @@ def _attend_tiles(
             following = jax.lax.fori_loop(0, config.buffers, fetch, following)
         if given.turn is not None:
             plgpu.barrier_wait(turn[1])
+        pl.when(group == config.warpgroups - 1)(turn_of.pass_on)
         jax.lax.fori_loop(0, count, serve, (jnp.int32(0), following))
+        pl.when(group == 0)(turn_of.wait)  # the last warpgroup has passed on its last turn
         # What a program has stored is there when all have ended.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -324,19 +337,43 @@ def _put(found, memory, refs, row, head, first) -> None:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """Turns in which the warpgroups of a program begin products: while those of one are under way,
+    others are at their softmax.
+
+    barriers: one per warpgroup, which says that it is its turn; None: all begin as they come.
+    group: this warpgroup.
+    groups: how many there are.
+    """
+
+    barriers: Ref | None
+    group: Scalar
+    groups: int
+
+    def wait(self) -> None:
+        if self.barriers is not None:
+            plgpu.barrier_wait(self.barriers.at[self.group])
+
+    def pass_on(self) -> None:
+        if self.barriers is not None:
+            plgpu.barrier_arrive(self.barriers.at[jax.lax.rem(self.group + 1, self.groups)])
+
+
+@dataclass(frozen=True)
 class _Tile:
     """The 64 queries of a warpgroup in shared memory."""
 
     queries: Ref
     multiply: Multiply
     add: Add
-    both: Both
+    both: Both | None  # None: products one after another
     changed: Ref  # a barrier: the first warpgroup has changed keys or values
     group: Scalar
     config: tiles.MosaicConfig
     parts: Sequence[PoolHalf]
     fetch: Callable | None  # `fetch_next`; None: another warpgroup fetches
     finite: bool  # whether neither own values nor those of the pool are NaN
+    turns: Turns
 
     def see(self, keys: Keys, carry: tuple) -> tuple:
         """((weighted mean of the values [64, H], log-sum-exp [64]) over all keys, carry).
@@ -363,23 +400,38 @@ class _Tile:
         def step(i, state):
             softmax, out, following = state
             number, maximum = before + i, softmax[0]
-            last = softmax[2], self._values(number - 1)
+            scores = self.multiply(*self._factors(keys, number, i), shape)
+            softmax = self._weights(keys, number, i, scores, softmax)
+            out *= across(jnp.exp2(maximum - softmax[0]), out.shape)
+            out = self.add(out, softmax[2], self._values(number))
+            return softmax, out, release(number, following)
+
+        def overlapping(i, state):
+            """A step whose softmax runs while the values of the step before it are added."""
+            softmax, out, following = state
+            number, maximum = before + i, softmax[0]
             act = partial(self._weights, keys, number, i)
-            factors = self._factors(keys, number, i)
-            out, softmax = self.both(factors, shape, (out, *last), softmax, act)
+            last = out, softmax[2], self._values(number - 1)
+            given = self._factors(keys, number, i), shape, last, softmax
+            self.turns.wait()
+            out, softmax = self.both(*given, self.turns.pass_on, act)
             out *= across(jnp.exp2(maximum - softmax[0]), out.shape)
             return softmax, out, release(number - 1, following)
 
         # every query sees at least the scale's first token: the maximum is finite after step 0
-        scores = self.multiply(*self._factors(keys, before, 0), shape)
-        softmax = self._weights(keys, before, 0, scores, softmax)
-        state = jax.lax.fori_loop(1, keys.steps, step, (softmax, out, following))
-        (maximum, total, weights), out, following = state
-        number = before + keys.steps
-        out = self.add(out, weights, self._values(number - 1))
-        following = release(number - 1, following)
+        end = before + keys.steps
+        if self.both is None:
+            state = jax.lax.fori_loop(0, keys.steps, step, (softmax, out, following))
+            (maximum, total, _), out, following = state
+        else:
+            scores = self.multiply(*self._factors(keys, before, 0), shape)
+            softmax = self._weights(keys, before, 0, scores, softmax)
+            state = jax.lax.fori_loop(1, keys.steps, overlapping, (softmax, out, following))
+            (maximum, total, weights), out, following = state
+            out = self.add(out, weights, self._values(end - 1))
+            following = release(end - 1, following)
         found = out / across(total, out.shape), maximum / LOG2_E + jnp.log(total)
-        return found, (number, following)
+        return found, (end, following)
 
     def _factors(self, keys: Keys, number, i) -> tuple:
         """Queries, and keys of a step once they are there. number: of the step, in the program."""
