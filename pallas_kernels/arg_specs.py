@@ -94,7 +94,8 @@ class ArgSpec:
         ids = np.zeros(self.table_shape, np.int32)
         source = np.zeros((*ids.shape, self.block_size), np.int32)
         by_token = slots_by_token(np.zeros((*ids.shape[:-1], self.tokens), np.int32))
-        tables = BlockTable(ids, ids, ids), BlockWrites(ids, source, by_token=by_token)
+        read = BlockTable(ids, ids, ids, finite=True)  # as models make them
+        tables = read, BlockWrites(ids, source, by_token=by_token)
         found = jax.eval_shape(lambda: self._arrays(jnp, jnp.zeros, *_with_layers(self, *tables)))
         return jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), found

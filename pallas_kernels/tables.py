@@ -1,7 +1,7 @@
 """Tables of the slots that a head may read, and of the slot that each token of a scale goes
 into."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import jax
@@ -47,6 +47,8 @@ class BlockTable(OfLayers):
       bit per entry, `WORD` of them in a number: 1 where not every slot of its block is valid, and
       behind the last entry. Kernels pack a table that is not packed. Pack a table that a loop does
       not change before the loop, once for all layers.
+    finite: static, whether every slot of the pool and every token of the projection holds finite
+      numbers, those that are not listed and padding, too. Kernels may then multiply them by 0.
     """
 
     # Valid also where empty: the reference gathers every entry, and the TPU kernels copy the blocks
@@ -56,6 +58,7 @@ class BlockTable(OfLayers):
     stop: Int[AnyArray, "*rows N M"]
     layer: Int[AnyArray, ""] | None = None
     packed: Int[AnyArray, "*rows N 1 packed"] | None = None
+    finite: bool = field(default=False, metadata=dict(static=True))
 
     def with_packed(self, block_size: int) -> "BlockTable":
         """The same table with `packed` filled in."""
@@ -101,7 +104,8 @@ class BlockTable(OfLayers):
         length = self.stop - self.start
         before = jnp.cumsum(length, axis=-1) - length
         left = jnp.clip(count[..., None] - before, 0, length)  # 0 behind the last run in use
-        return BlockTable(self.ids, self.start, (self.start + left).astype(self.stop.dtype))
+        stop = (self.start + left).astype(self.stop.dtype)
+        return replace(self, stop=stop, layer=None, packed=None)
 
 
 @jax.tree_util.register_dataclass

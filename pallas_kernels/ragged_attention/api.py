@@ -51,7 +51,7 @@ def attend(
         values are masked.
       new_length: number of real tokens of the scale (traced), at least 1.
       kv_pool: finished K in the first half of the last axis, V in the second (KV = 2 H). Unlisted
-        slots may hold anything, NaN included.
+        slots may hold anything, NaN included (unless `table.finite`).
       table: slots per head, shared by all rows or per row.
       kv_scale: factors of the numbers of an int8 pool: for each block, block_size scales of keys,
         then as many of values.

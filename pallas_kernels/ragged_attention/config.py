@@ -57,7 +57,7 @@ class TPUConfig:
 class MosaicConfig:
     """Tiles of the kernels for Hopper and Blackwell.
 
-    warpgroups: one or two that compute, with 64 queries each.
+    warpgroups: one to three that compute, with 64 queries each; three for heads of 64 alone.
     block_k: keys of a step, 64 or 128 and no fewer than a block has.
     buffers: steps whose keys are under way or in use.
     """
@@ -128,11 +128,14 @@ def heuristic(call: Call, implementation: str) -> Config:
         # need to be kept busy. Short tables are read 128 keys at a time, so that little of the last
         # group is padding.
         return TPUConfig(block_q=512, copy_keys=128 if call.slots <= 1024 else 256, own_keys=256)
-    # Two warpgroups share what is fetched, where there are queries for both. Registers leave room
-    # for one such program on a multiprocessor. Its shared memory holds four steps, or two of an
+    # Two warpgroups share what is fetched, where there are queries for both, and three those of
+    # which they are all: two tiles of two would be a quarter empty. Registers leave room for one
+    # such program on a multiprocessor. Its shared memory holds four steps, or two of an
     # int8 pool, which lie there a second time in bfloat16. Of programs of one warpgroup three have
     # room on a multiprocessor, with three steps each (heads of 128: two, with two steps).
     scaled = call.kv_dtype == "int8"
+    if 128 < call.queries <= 192 and call.head_dim == 64 and not scaled:
+        return MosaicConfig(warpgroups=3, block_k=64, buffers=4)
     if call.queries > 64:
         return MosaicConfig(warpgroups=2, block_k=64, buffers=2 if scaled else 4)
     return MosaicConfig(warpgroups=1, block_k=64, buffers=2 if scaled or call.head_dim > 64 else 3)

@@ -5,7 +5,7 @@ See `api` for what it computes; `mosaic_projection` for queries, `mosaic_keys` f
 Tiling. A tile has 64 queries per computing warpgroup, of one head of one row. Keys and values come
 in steps of `block_k`: own tokens first, then the blocks of the head's table, as many as make a
 step. A head's steps end with the last entry that it uses. A program goes through several tiles
-(`Shares`). Of three warpgroups one copies the blocks of a step into one of `buffers` places
+(`Shares`). Of three or four warpgroups one copies the blocks of a step into one of `buffers` places
 in shared memory while the others compute on steps that have arrived. Barriers say which places are
 full and which are free again. A program of few queries is a single warpgroup: it starts the copies
 of as many steps as there are places, then computes, and fills a place again after its step. Three
@@ -13,10 +13,12 @@ such programs share a multiprocessor, and compute while others wait.
 
 Scores are products in the type of the projection with float32 sums. Exponentials are float32
 powers of two. Weights are rounded and go into the second product, which adds to the sums of the
-steps before: from registers on Hopper, through shared memory on Blackwell. Keys outside the valid
-ranges have the weight 0. Their values are set to zero in shared memory, because 0 times NaN is
-NaN; only steps with a partly valid block need that, and the table has a bit per entry that says
-which.
+steps before: from registers on Hopper, through shared memory on Blackwell. With two
+or three warpgroups on Hopper the second product of a step is under way together with the first one
+of the next step, and during its softmax, as in FlashAttention-3 (arXiv 2407.08608, section 3.2).
+Keys outside the valid ranges have the weight 0. Unless all numbers are finite
+(`BlockTable.finite`), their values are set to zero in shared memory, because 0 times NaN is NaN;
+only steps with a partly valid block need that, and the table has a bit per entry that says which.
 
 Traffic, with b bytes per element, t real tokens and P' slots of the blocks in use. The tiles of a
 head follow one another, so all but the first find its keys in the L2 cache. From memory come
@@ -57,6 +59,7 @@ from pallas_kernels.shared.mosaic_products import (
     PER_ROW,
     ROWS,
     Add,
+    Both,
     Multiply,
     Wgmma,
     across,
@@ -79,6 +82,7 @@ LOG2_E = math.log2(math.e)
 # Programs of one warpgroup that a multiprocessor holds, without and with a rotation: so many have
 # 168 and 255 registers per thread.
 ALONE = (3, 2)
+TURNS = True  # whether warpgroups of a program begin their products in turn
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ class Shares:
         weights = 0 if chip.registers else groups * ROWS * size
         numbers = 2 * queries + weights + turned * TURNED**2 + steps * head_dim
         memory = 2 * numbers + groups * ROWS * 4 + scaled * steps * (head_dim + 4)
-        # two warpgroups that compute take all registers of a multiprocessor
+        # two or three warpgroups that compute take all registers of a multiprocessor
         most = ALONE[turned] if groups == 1 else 1
         at_once = mosaic.programs_at_once(memory, most)
         memory += 2 * queries  # with a place for the result
@@ -178,9 +182,13 @@ def _attend(given: tuple, config: tiles.MosaicConfig, chip: Wgmma, return_lse: b
     (rows, heads, tokens, head_dim), groups = projection.shape, config.warpgroups
     stored = StoredBlocks.of(kv_pool, kv_scale, table, config.block_k)
     shares = Shares.of(projection, config, chip, stored.scaled)
+    # Scales of rows behind the last one may be NaN, and so may what is finished with them. Behind an
+    # array's end chips copy zeros, and JAX's simulator NaN.
+    behind = interpret and own.shape[1] % config.block_k
+    finite = table.finite and projection.row_scale is None and not behind
     lines = shares.tiles * groups * ROWS  # statistics are written in whole tiles
     [(out, lse)] = mosaic.launch(
-        partial(_attend_tiles, config, chip, shares),
+        partial(_attend_tiles, config, chip, shares, finite),
         [one_number(new_length), Unfinished.of(projection, (Q,), lines), own, stored],
         [
             (
@@ -235,15 +243,34 @@ def _scratch(projection, config, chip: Wgmma, shares: Shares, stored: StoredBloc
         plgpu.SMEM((groups, ROWS), jnp.float32),
         [] if chip.registers else [tile((groups, ROWS, size))],  # weights
         plgpu.Barrier(num_arrivals=groups),  # invalid values are cleared
+        plgpu.Barrier(num_barriers=groups) if TURNS and _overlaps(config, chip) else None,
         [[tile((buffers, size, head_dim)), full, free, *stored.scratch(buffers, head_dim)]] * 2,
         chip.scratch(groups, size, head_dim, *turn_widths(projection)),
     ]
 
 
+def _overlaps(config: tiles.MosaicConfig, chip: Wgmma) -> bool:
+    """Whether a step's values are added during the softmax of the next step. A place is then free a
+    step later, so there have to be others. Programs of one warpgroup have too few registers, and
+    overlap with one another."""
+    return chip.overlaps and config.warpgroups > 1 and config.buffers > 2
+
+
 def _attend_tiles(
-    config, chip: Wgmma, shares: Shares, length, given, own, stored, out_refs, *scratch
+    config,
+    chip: Wgmma,
+    shares: Shares,
+    finite: bool,
+    length,
+    given,
+    own,
+    stored,
+    out_refs,
+    *scratch,
 ):
-    (raw, queries, arrived), turn, results, statistics, weights, changed, parts, sums = scratch
+    (raw, queries, arrived), turn, results, statistics, weights, changed, turns, parts, sums = (
+        scratch
+    )
     group = jax.lax.axis_index("warpgroup")
     begin, count = shares.of_program(jax.lax.axis_index("program"))
     parts = [PoolHalf(half, *refs) for half, refs in enumerate(parts)]
@@ -259,7 +286,9 @@ def _attend_tiles(
         places = raw.at[group], queries.at[group], queries.at[group], arrived.at[group]
         work = TileMemory(*places, turn, multiply)
         add = chip.add(multiply, weights, group)
-        tile = _Tile(work.tile, multiply, add, changed, group, config, parts, fetch)
+        product = multiply, add, chip.both(multiply, add) if _overlaps(config, chip) else None
+        turn_of = Turns(turns, group, config.warpgroups)
+        tile = _Tile(work.tile, *product, changed, group, config, parts, fetch, finite, turn_of)
         # raw queries are not needed once they are finished: the result may take their place
         memory, offset = ((results or [raw])[0].at[group], statistics.at[group]), group * ROWS
 
@@ -289,7 +318,9 @@ def _attend_tiles(
             following = jax.lax.fori_loop(0, config.buffers, fetch, following)
         if given.turn is not None:
             plgpu.barrier_wait(turn[1])
+        pl.when(group == config.warpgroups - 1)(turn_of.pass_on)
         jax.lax.fori_loop(0, count, serve, (jnp.int32(0), following))
+        pl.when(group == 0)(turn_of.wait)  # the last warpgroup has passed on its last turn
         # What a program has stored is there when all have ended.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -305,7 +336,7 @@ def _attend_tiles(
     @pl.when(group < config.warpgroups)
     def _():
         # takes over what the fetching warpgroup has given back
-        plgpu.set_max_registers(mosaic.COMPUTE_REGISTERS, action="increase")
+        plgpu.set_max_registers(mosaic.COMPUTE_REGISTERS[config.warpgroups], action="increase")
         compute(None)
 
 
@@ -324,17 +355,43 @@ def _put(found, memory, refs, row, head, first) -> None:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """Turns in which the warpgroups of a program begin products: while those of one are under way,
+    others are at their softmax.
+
+    barriers: one per warpgroup, which says that it is its turn; None: all begin as they come.
+    group: this warpgroup.
+    groups: how many there are.
+    """
+
+    barriers: Ref | None
+    group: Scalar
+    groups: int
+
+    def wait(self) -> None:
+        if self.barriers is not None:
+            plgpu.barrier_wait(self.barriers.at[self.group])
+
+    def pass_on(self) -> None:
+        if self.barriers is not None:
+            plgpu.barrier_arrive(self.barriers.at[jax.lax.rem(self.group + 1, self.groups)])
+
+
+@dataclass(frozen=True)
 class _Tile:
     """The 64 queries of a warpgroup in shared memory."""
 
     queries: Ref
     multiply: Multiply
     add: Add
+    both: Both | None  # None: products one after another
     changed: Ref  # a barrier: the first warpgroup has changed keys or values
     group: Scalar
     config: tiles.MosaicConfig
     parts: Sequence[PoolHalf]
     fetch: Callable | None  # `fetch_next`; None: another warpgroup fetches
+    finite: bool  # whether neither own values nor those of the pool are NaN
+    turns: Turns
 
     def see(self, keys: Keys, carry: tuple) -> tuple:
         """((weighted mean of the values [64, H], log-sum-exp [64]) over all keys, carry).
@@ -343,35 +400,73 @@ class _Tile:
           copied next.
         """
         head_dim, (before, following) = self.queries.shape[-1], carry
+        shape = ROWS, keys.stored.size
         # a loop keeps the layouts of what it carries, so they are named before it
-        state = (
+        softmax = (
             plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), PER_ROW),
             plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), PER_ROW),
-            plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), LAYOUT),
+            plgpu.layout_cast(jnp.zeros(shape, self.queries.dtype), LAYOUT),
         )
+        out = plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), LAYOUT)
+
+        def release(number, following):
+            self.parts[1].release(jax.lax.rem(number, self.config.buffers))
+            if self.fetch:  # nobody reads the step's place any more
+                following = self.fetch(number + self.config.buffers, following)
+            return following
 
         def step(i, state):
-            state, following = self._step(keys, before + i, i, state[0]), state[1]
-            if self.fetch:  # nobody reads the step's place any more
-                following = self.fetch(before + i + self.config.buffers, following)
-            return state, following
+            softmax, out, following = state
+            number, maximum = before + i, softmax[0]
+            scores = self.multiply(*self._factors(keys, number, i), shape)
+            softmax = self._weights(keys, number, i, scores, softmax)
+            out *= across(jnp.exp2(maximum - softmax[0]), out.shape)
+            out = self.add(out, softmax[2], self._values(number))
+            return softmax, out, release(number, following)
+
+        def overlapping(i, state):
+            """A step whose softmax runs while the values of the step before it are added."""
+            softmax, out, following = state
+            number, maximum = before + i, softmax[0]
+            act = partial(self._weights, keys, number, i)
+            last = out, softmax[2], self._values(number - 1)
+            given = self._factors(keys, number, i), shape, last, softmax
+            self.turns.wait()
+            out, softmax = self.both(*given, self.turns.pass_on, act)
+            out *= across(jnp.exp2(maximum - softmax[0]), out.shape)
+            return softmax, out, release(number - 1, following)
 
         # every query sees at least the scale's first token: the maximum is finite after step 0
-        state, following = jax.lax.fori_loop(0, keys.steps, step, (state, following))
-        maximum, total, out = state
+        end = before + keys.steps
+        if self.both is None:
+            state = jax.lax.fori_loop(0, keys.steps, step, (softmax, out, following))
+            (maximum, total, _), out, following = state
+        else:
+            scores = self.multiply(*self._factors(keys, before, 0), shape)
+            softmax = self._weights(keys, before, 0, scores, softmax)
+            state = jax.lax.fori_loop(1, keys.steps, overlapping, (softmax, out, following))
+            (maximum, total, weights), out, following = state
+            out = self.add(out, weights, self._values(end - 1))
+            following = release(end - 1, following)
         found = out / across(total, out.shape), maximum / LOG2_E + jnp.log(total)
-        return found, (before + keys.steps, following)
+        return found, (end, following)
 
-    def _step(self, keys: Keys, number, i, state):
-        """One step of the online softmax. number: of the step, in the program. The maximum is in
-        units of log2."""
-        (maximum, total, out), (k, v) = state, self.parts
-        place = jax.lax.rem(number, self.config.buffers)
-        partly = keys.is_partial(i)
+    def _factors(self, keys: Keys, number, i) -> tuple:
+        """Queries, and keys of a step once they are there. number: of the step, in the program."""
+        k, place = self.parts[0], jax.lax.rem(number, self.config.buffers)
         plgpu.barrier_wait(k.full.at[place])
         self._convert(keys, i, k, place)
-        shape = (ROWS, keys.stored.size)
-        scores = self.multiply(self.queries, k.places.at[place].transpose((1, 0)), shape)
+        return self.queries, k.places.at[place].transpose((1, 0))
+
+    def _values(self, number):
+        return self.parts[1].places.at[jax.lax.rem(number, self.config.buffers)]
+
+    def _weights(self, keys: Keys, number, i, scores, softmax: tuple) -> tuple:
+        """One step of the online softmax: (maximum in units of log2, sum, weights as they are
+        multiplied) after it, once the step's values are there and clean. number: of the step, in
+        the program."""
+        (maximum, total, _), (k, v) = softmax, self.parts
+        place, partly = jax.lax.rem(number, self.config.buffers), keys.is_partial(i)
         if k.raw is not None:  # one scale per key, so it may leave the sum over H
             scores *= down(keys.scales(k, i, place, PER_COLUMN), scores.shape)
         k.release(place)  # the next keys may come while the softmax is at work
@@ -385,18 +480,16 @@ class _Tile:
         highest = jnp.maximum(maximum, scores.max(axis=1) * LOG2_E)
         rescale = jnp.exp2(maximum - highest)  # 0 in the first step, whose maximum was -inf
         weights = jnp.exp2(scores * LOG2_E - across(highest, scores.shape))
-        total, out = total * rescale + weights.sum(axis=1), out * across(rescale, out.shape)
+        total = total * rescale + weights.sum(axis=1)
         plgpu.barrier_wait(v.full.at[place])
         if v.raw is not None:  # after the total, which sums the weights alone
             scales = down(keys.scales(v, i, place, PER_COLUMN), weights.shape)
             weights = jnp.where(weights > 0, weights * scales, 0.0)
         self._convert(keys, i, v, place)
-        # int8 numbers are finite, so only own values of an int8 pool's call may be NaN
-        unclean = partly if v.raw is None else partly & (i < keys.own_steps)
-        pl.when(unclean)(lambda: self._change(lambda: _clear(keys, i, v.places.at[place])))
-        out = self.add(out, weights.astype(self.queries.dtype), v.places.at[place])
-        v.release(place)
-        return highest, total, out
+        if not self.finite:
+            unclean = partly & (i < keys.own_steps) if keys.stored.finite else partly
+            pl.when(unclean)(lambda: self._change(lambda: _clear(keys, i, v.places.at[place])))
+        return highest, total, weights.astype(self.queries.dtype)
 
     def _convert(self, keys: Keys, i, part: PoolHalf, place) -> None:
         """Convert a stored step of an int8 pool to the type of the own keys, without its scales."""

@@ -33,6 +33,7 @@ class StoredBlocks:
       side by side [R, N, 2, P].
     size: keys of a step.
     entries: M.
+    finite: whether no slot of the pool holds NaN, int8 or not.
     """
 
     table: Operand
@@ -42,6 +43,7 @@ class StoredBlocks:
     size: int = field(metadata=dict(static=True))
     entries: int = field(metadata=dict(static=True))
     per_row: bool = field(metadata=dict(static=True))
+    finite: bool = field(metadata=dict(static=True))
 
     @classmethod
     def of(cls, kv_pool, kv_scale, table: BlockTable, size: int) -> "StoredBlocks":
@@ -57,7 +59,9 @@ class StoredBlocks:
             scales = mosaic.padded(lines, 3, size, size)
         packed, per_row = mosaic.packed(table.with_packed(kv_pool.shape[2]))
         arrays = (packed, one_number(table.layer), kv_pool, scales)
-        return cls(*arrays, size=size, entries=table.ids.shape[-1], per_row=per_row)
+        # int8 numbers are finite, and their scales are left out where they do not count
+        finite, entries = table.finite or scales is not None, table.ids.shape[-1]
+        return cls(*arrays, size=size, entries=entries, per_row=per_row, finite=finite)
 
     @property
     def block_size(self) -> int:
@@ -157,7 +161,8 @@ class Keys:
 
     @property
     def steps(self):
-        return self.own_steps + pl.cdiv(self.used, self.stored.pieces)
+        # at least one, though without a key its result is NaN
+        return jnp.maximum(self.own_steps + pl.cdiv(self.used, self.stored.pieces), 1)
 
     def entry(self, step, piece):
         """(number of a table entry, the same number within the table). Own keys have no entry, and
@@ -195,17 +200,21 @@ class Keys:
         line = self.stored.scales.at[self.row, self.head, part.half, columns]
         plgpu.copy_gmem_to_smem(line, part.scales.at[place], part.full.at[place])
 
-    def _ranges(self, step) -> list[tuple]:
-        """(first valid key, last valid key + 1) of every piece of a step, counted in the piece."""
-        own, size, found = step < self.own_steps, self.stored.block_size, []
+    def _words(self, step) -> list:
+        """A bit per key of a step, lowest first: 1 where it is valid."""
+        size, block, own = self.stored.size, self.stored.block_size, step < self.own_steps
+        words = [jnp.int32(0)] * (size // WORD)
         for i in range(self.stored.pieces):
             entry, place = self.entry(step, i)
             # 0 is an empty range: nothing is valid behind the last entry in use
             packed = jnp.where(entry < self.used, self.packed(self.stored.entries + place), 0)
             start, stop = packed & (1 << RANGE_BITS) - 1, packed >> RANGE_BITS
-            left = jnp.clip(self.length - step * self.stored.size - i * size, 0, size)
-            found.append((jnp.where(own, 0, start), jnp.where(own, left, stop)))
-        return found
+            for word in range(i * block // WORD, -(-(i + 1) * block // WORD)):
+                before = max(word * WORD - i * block, 0)  # keys of the block in the word before
+                bits = _lowest(stop - before) & ~_lowest(start - before)
+                words[word] |= bits << i * block % WORD
+        left = self.length - step * size
+        return [jnp.where(own, _lowest(left - i * WORD), word) for i, word in enumerate(words)]
 
     def is_partial(self, step):
         """Whether any key of a step is invalid."""
@@ -223,18 +232,24 @@ class Keys:
         # The ranges are read again wherever a mask is needed, which is in few steps. Registers are
         # too full to keep them.
         key = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
-        inside = None
-        for i, (start, stop) in enumerate(self._ranges(step)):
-            first = i * self.stored.block_size
-            here = (key >= first + start) & (key < first + stop)
-            inside = here if inside is None else inside | here
-        return inside
+        word, *others = self._words(step)
+        for i, other in enumerate(others, 1):
+            word = jnp.where(key >= i * WORD, other, word)
+        # A thread's keys lie 8 apart: it shifts once, and then tests bits that are known when this
+        # is compiled.
+        return word >> (key & 7) >> (key & 24) & 1 != 0
 
     def scales(self, part: PoolHalf, step, place, layout):
         """The factors of the scores or weights of a step's keys. Where a key is not valid the
         factor may be anything, NaN included."""
         found = mosaic.load(part.scales.at[place], layout)
         return jnp.where(step < self.own_steps, jnp.ones_like(found), found)
+
+
+def _lowest(count):
+    """A number whose lowest bits are set, so many: none where `count` is negative, at most 32."""
+    bits = (jnp.int32(1) << jnp.clip(count, 0, WORD - 1)) - 1
+    return jnp.where(count >= WORD, jnp.int32(-1), bits)
 
 
 @dataclass(frozen=True)

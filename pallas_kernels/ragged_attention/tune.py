@@ -18,7 +18,7 @@ from pallas_kernels.ragged_attention import api, config
 
 OPERATIONS = config.OPERATIONS
 CHOICES = {
-    "mosaic": {"warpgroups": (1, 2), "block_k": (64, 128), "buffers": (2, 3, 4)},
+    "mosaic": {"warpgroups": (1, 2, 3), "block_k": (64, 128), "buffers": (2, 3, 4)},
     "triton": {
         "block_q": (16, 32, 64, 128),
         "block_k": (32, 64, 128),

@@ -28,10 +28,10 @@ POOL_DTYPES = ("bfloat16", "float16", "int8")
 # How operations on a warpgroup are lowered. The other way, the default from JAX 0.11 on, does not
 # broadcast scalars.
 LANES = plgpu.LoweringSemantics.Lane
-# Registers of a thread, in the warpgroup that fetches and in each of two that compute. Together
-# they must not exceed 3 x 168, what three warpgroups are launched with: a program would wait for
-# the missing registers for ever.
-MEMORY_REGISTERS, COMPUTE_REGISTERS = 24, 240
+# Registers of a thread, in the warpgroup that fetches and in each of two or three that compute.
+# Together they must not exceed 3 x 168 or 4 x 128, what the warpgroups are launched with: a program
+# would wait for the missing registers for ever.
+MEMORY_REGISTERS, COMPUTE_REGISTERS = 24, {2: 240, 3: 160}
 KIB, MEETING = 2**10, 64  # bytes through which warps join a number
 # Sums and maxima of most kernels stay within a warp: they need no room to join warps.
 PARAMS = plgpu.CompilerParams(

@@ -10,6 +10,8 @@ import sys
 import pytest
 
 from pallas_kernels import chips
+from pallas_kernels.ragged_attention import config
+from pallas_kernels.ragged_attention.tune import call_of
 from pallas_kernels.sample import mosaic_gpu as sample_kernel
 from pallas_kernels.shared import mosaic_products
 from pallas_kernels.slot_moves import mosaic_gpu as slot_moves
@@ -154,11 +156,12 @@ def test_token_attention_lowers(shape, monkeypatch):
 
 
 def tensor_columns(kernel: str, program: dict) -> int:
-    """Columns of tensor memory that a kernel takes. Attention has two warpgroups, or one for up to
-    64 queries; other kernels have one tile. Programs take powers of two, at least 32."""
+    """Columns of tensor memory that a kernel takes. Attention has one to three warpgroups; other
+    kernels have one tile. Programs take powers of two, at least 32."""
     spec = compile_mosaic.SHAPES[program["shape"]]
     if kernel == "ragged_attention":
-        used = (1 if spec.tokens <= 64 else 2) * sum(n // 2 for n in {64, spec.head_dim})
+        groups = config.heuristic(call_of("attend", spec), "mosaic").warpgroups
+        used = groups * sum(n // 2 for n in {64, spec.head_dim})
         return max(32, 1 << (used - 1).bit_length())
     # one that changes an operand has lost its name: apart, it finishes and stores
     finishes = kernel == "finish" or program["operation"] == "apart"

@@ -149,7 +149,7 @@ def _read_table(plan: ScalePlan, scales: np.ndarray) -> BlockTable:
         np.ascontiguousarray(a[scales][..., :most], np.int32)
         for a in (plan.ids, plan.start, plan.stop)
     )
-    return BlockTable(ids, start, stop)
+    return BlockTable(ids, start, stop, finite=True)  # a pool begins with zeros
 
 
 def observed_inputs(plan: ScalePlan, scales: range, length: int) -> dict[str, np.ndarray]:
