@@ -172,18 +172,18 @@ def attend(
     config = config or tiles.choose(tiles.Call.of("attend", projection, kv_pool, table), "mosaic")
     chip = replace(products(), registers=False) if interpret else products()
     given = projection, new_length, kv_pool, table, kv_scale, own
-    return _attend(given, config, chip, return_lse, interpret)
+    return _attend(given, config, chip, alone, return_lse, interpret)
 
 
 # traced and lowered once for layers whose bodies differ elsewhere
-@partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _attend(given: tuple, config: tiles.MosaicConfig, chip: Wgmma, return_lse: bool, interpret):
+@partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+def _attend(given, config: tiles.MosaicConfig, chip: Wgmma, alone: bool, return_lse, interpret):
     projection, new_length, kv_pool, table, kv_scale, own = given
     (rows, heads, tokens, head_dim), groups = projection.shape, config.warpgroups
     stored = StoredBlocks.of(kv_pool, kv_scale, table, config.block_k)
     shares = Shares.of(projection, config, chip, stored.scaled)
-    # Scales of rows behind the last one may be NaN, and so may what is finished with them. Behind an
-    # array's end chips copy zeros, and JAX's simulator NaN.
+    # Scales of rows behind the last one may be NaN, and so may what is finished with them. Behind
+    # an array's end chips copy zeros, and JAX's simulator NaN.
     behind = interpret and own.shape[1] % config.block_k
     finite = table.finite and projection.row_scale is None and not behind
     lines = shares.tiles * groups * ROWS  # statistics are written in whole tiles
