@@ -5,9 +5,9 @@ gates and of values; heads that are turned by halves: of a head). It goes throug
 steps of `STEP`, whose rows and weights are copied into one of `Tiles.stages` places in shared
 memory, as many steps ahead. Products of a step run while the next one is waited for.
 
-Parts. A multiprocessor takes in no more than 64 bytes a clock. Where tiles are too few to keep all
-of them busy, the programs of a cluster share one: each goes through a part of the input width, and
-the first adds up what the others store in its shared memory, always in the same order.
+Parts. Where tiles are too few for all multiprocessors, the programs of a cluster share one: each
+goes through a part of the input width, and the first adds up what the others store in its shared
+memory, always in the same order.
 
 What comes after a product is done in its registers. No kernel reads a whole row before it begins:
 the norm is a factor per row, made of the sums of squares that `add` leaves for each of its tiles.
@@ -20,7 +20,7 @@ once for every tile of rows, which caches deliver. `add` reads and writes the st
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -171,23 +171,23 @@ class Tiles:
     grid: tuple[int, int]
 
     @classmethod
-    def of(
-        cls, weights, rows: int, columns: int, each: int, interpret, products: int = 1
-    ) -> "Tiles":
+    def of(cls, weights, rows: int, columns: int, each: int, interpret, products=1) -> "Tiles":
         """For so many rows and columns, `each` columns to a tile."""
         cores = mosaic.CORES["9.0"]
         tall, steps, lines = 2 * ROWS, len(weights) // STEP, columns // each
         # higher tiles read weights less often, if there are programs for most multiprocessors
         busy = lines * rows // tall > 2 * cores // 3
         high = tall if rows % tall == 0 and busy and each == PIECE else ROWS
-        size = 4 * high * each * products
+        grid, size = (lines, rows // high), 4 * high * each * products
         # the simulator has no memory that programs share
-        parts = 1 if interpret else parts_of(lines * rows // high, steps, size)
+        most = 1 if interpret else min(GROUP, steps // LEAST_STEPS, 1 + ROOM // 2 // size)
+        # all run at once, each cluster on multiprocessors of one group
+        fit = (n for n in range(2, most + 1) if GROUPS * (GROUP // n) >= math.prod(grid))
+        parts = max(fit, default=1)
         steps = -(-steps // parts)
-        step = STEP * (high + each * products) * weights.dtype.itemsize
-        room = (ROOM - (parts - 1) * size) // step
-        stages = min(steps, room, STAGES if products == 1 else STAGES - 2)
-        return cls(high, each, products, parts, steps, stages, (lines, rows // high))
+        room, stages = ROOM - (parts - 1) * size, STAGES if products == 1 else STAGES - 2
+        stages = min(steps, stages, room // (2 * STEP * (high + each * products)))
+        return cls(high, each, products, parts, steps, stages, grid)
 
     def memory(self, dtype, count: int) -> Sequence:
         """Shared memory for tiles of the result."""
@@ -202,9 +202,7 @@ class Tiles:
     def first(self, run: Callable[[], None]) -> None:
         """Call a function in the program that finishes the tile. Others end once they have stored
         their part: no copy may be on its way to them then."""
-        if self.parts == 1:
-            return run()
-        pl.when(jax.lax.axis_index("part") == 0)(run)
+        run() if self.parts == 1 else pl.when(jax.lax.axis_index("part") == 0)(run)
 
     def multiply(self, x, weights, then: Callable[..., None]) -> None:
         """Call `then` with the tile's products, float32 in `LAYOUT`, in its `first` program."""
@@ -216,8 +214,8 @@ class Tiles:
                 plgpu.wgmma(total, rows, these)
             plgpu.wgmma_wait(len(weights))  # those of the step before have been read
 
-        def block(shape, place, dtype):
-            lines = SWIZZLE // jnp.dtype(dtype).itemsize
+        def block(shape, place, array):
+            lines = SWIZZLE // array.dtype.itemsize
             pieces = plgpu.TilingTransform((8, lines)), plgpu.SwizzleTransform(SWIZZLE)
             # a step's place is taken again once the products of the step after it are started
             late = min(1, self.stages - 1)
@@ -229,13 +227,9 @@ class Tiles:
             plgpu.emit_pipeline(
                 step,
                 grid=(self.steps,),
-                in_specs=[block((self.rows, STEP), lambda k: (row, begin + k), x.dtype)]
+                in_specs=[block((self.rows, STEP), lambda k: (row, begin + k), x)]
                 + [
-                    block(
-                        (STEP, self.columns),
-                        lambda k, i=i: (begin + k, column + i),
-                        weights.dtype,
-                    )
+                    block((STEP, self.columns), lambda k, i=i: (begin + k, column + i), weights)
                     for i in range(0, self.products * self.grid[0], self.grid[0])
                 ],
                 max_concurrent_steps=self.stages,
@@ -243,10 +237,9 @@ class Tiles:
             plgpu.wgmma_wait(0)
             self.join([total[...] for total in totals], memory, then)
 
-        totals, others = (), (self.parts - 1) * self.products
-        shape = self.rows, self.columns
+        totals, shape = (), (self.rows, self.columns)
         sums, memory = [plgpu.ACC(shape, jnp.float32)] * self.products, []
-        if others:
+        if others := (self.parts - 1) * self.products:
             places = mosaic.tile((others, *shape), jnp.float32, SWIZZLE)
             memory = [places, plgpu.Barrier(num_arrivals=others)]
         pl.run_scoped(lambda *memory: pl.run_scoped(partial(run, memory), *sums), *memory)
@@ -254,50 +247,35 @@ class Tiles:
     def join(self, products: Sequence[Array], memory, then: Callable[..., None]) -> None:
         """Call `then` with the sums over all parts. memory: for the products of the other parts,
         and a barrier; none if there are none."""
-        if self.parts == 1:
+        if not memory:
             return then(*products)
-        (places, arrived), part = memory, jax.lax.axis_index("part")
+        (places, arrived), count = memory, self.products
+        part, there = jax.lax.axis_index("part"), dict(cluster_idx=jnp.int32(0), cluster_dim="part")
 
         @pl.when(part > 0)
         def _():
             for i, product in enumerate(products):
-                place, first = places.at[(part - 1) * self.products + i], jnp.int32(0)
-                plgpu.async_store_smem(
-                    product, place, arrived, cluster_idx=first, cluster_dim="part"
-                )
+                plgpu.async_store_smem(product, places.at[(part - 1) * count + i], arrived, **there)
 
         @self.first
         def _():
             plgpu.barrier_wait(arrived)
             sums = list(products)
             for i in range(places.shape[0]):
-                sums[i % self.products] += mosaic.load(places.at[i], LAYOUT)
+                sums[i % count] += mosaic.load(places.at[i], LAYOUT)
             then(*sums)
 
 
-def parts_of(tiles: int, steps: int, size: int) -> int:
-    """Number of programs that share a tile: as many as the chip runs at once, if each has a few
-    steps and there is room for what they leave, `size` bytes each. The programs of a cluster run
-    within one of `GROUPS` of multiprocessors."""
-    fits = (
-        n
-        for n in range(2, GROUP + 1)
-        if GROUPS * (GROUP // n) >= tiles
-        if steps >= LEAST_STEPS * n and (n - 1) * size <= ROOM // 2
-    )
-    return max(fits, default=1)
-
-
 def _launch(body, operands, results, scratch, tiles: Tiles, cost, interpret, name: str):
-    (lines, rows), cluster = tiles.grid, {"part": tiles.parts} if tiles.parts > 1 else {}
+    split = tiles.parts > 1
     return pl.kernel(
         lambda *refs: pl.run_scoped(partial(body, *refs), *scratch),
         out_type=tuple(results),
         mesh=plgpu.Mesh(
-            grid=(lines, rows),
+            grid=tiles.grid,
             grid_names=("column", "row"),
-            cluster=tuple(cluster.values()),
-            cluster_names=tuple(cluster),
+            cluster=(tiles.parts,) * split,
+            cluster_names=("part",) * split,
         ),
         compiler_params=mosaic.PARAMS,
         cost_estimate=cost,
@@ -315,14 +293,10 @@ def _factor(eps: float, memory) -> Array:
     """The factor of every row that normalises it."""
     sums, arrived = memory
     plgpu.barrier_wait(arrived)
-    pieces, rows = sums.shape
-    total = jax.lax.fori_loop(
-        0,
-        pieces,
-        lambda piece, total: total + mosaic.load(sums.at[piece], PER_ROW, plain=True),
-        plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), PER_ROW),
-    )
-    return jax.lax.rsqrt(total / (pieces * PIECE) + eps)
+    pieces = range(sums.shape[0])
+    # no loop, which would wait for every load
+    total = reduce(jnp.add, [mosaic.load(sums.at[i], PER_ROW, plain=True) for i in pieces])
+    return jax.lax.rsqrt(total / (len(pieces) * PIECE) + eps)
 
 
 def _gate(tiles: Tiles, eps: float, x, weights, squares, out, memory, result):
@@ -336,7 +310,7 @@ def _gate(tiles: Tiles, eps: float, x, weights, squares, out, memory, result):
         result[0][...] = gated.astype(result[0].dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(result[0], out.at[rows, pl.ds(column, tiles.columns)])
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     tiles.multiply(x, weights, then)
 
@@ -345,22 +319,22 @@ def _add(tiles: Tiles, branch, weights, x, norm, new, scaled, squares, stream, r
     column, rows = tiles.place
     columns = pl.ds(column, tiles.columns)
     (memory,), arrived = stream
+    number = norm.number[0]  # on its way while products are made, unlike the weights that it names
     tiles.first(lambda: plgpu.copy_gmem_to_smem(x.at[rows, columns], memory, arrived))
 
     def then(product):
+        factors = mosaic.load(norm.weights.at[number, columns], PER_COLUMN, plain=True)
         plgpu.barrier_wait(arrived)
         total = mosaic.load(memory, LAYOUT) + product
         memory[...] = total
-        factors = mosaic.load(
-            norm.weights.at[norm.number[0], columns], PER_COLUMN, plain=True
-        ).astype(jnp.float32)
-        result[0][...] = (total * down(factors, total.shape)).astype(scaled.dtype)
+        factors = down(factors.astype(jnp.float32), total.shape)
+        result[0][...] = (total * factors).astype(scaled.dtype)
         mosaic.store(sums, (total * total).sum(axis=1))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(memory, new.at[rows, columns])
         plgpu.copy_smem_to_gmem(result[0], scaled.at[rows, columns])
         plgpu.copy_smem_to_gmem(sums, squares.at[jax.lax.axis_index("column"), rows])
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     tiles.multiply(branch, weights, then)
 
@@ -420,7 +394,7 @@ def _project(tiles: Tiles, eps: float, x, weights, squares, turning: _Turning, s
         plgpu.barrier_wait(turned)
         pl.when(column >= values)(lambda: put(tile, v, column - values))
         pl.when(column < values)(lambda: turn_and_put(rounded.astype(jnp.float32)))
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def turn_and_put(plain):
         def multiply(total):

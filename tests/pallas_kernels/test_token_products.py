@@ -151,12 +151,10 @@ def test_parts_are_the_whole(in_float32, monkeypatch):
     """Each part of the input width by itself, the last with a step behind its end, where copies on
     the chip give zeros. The simulator has no memory that programs share to add them up in."""
     given, tiles, total = arguments(SMALL), mosaic_gpu.Tiles, 0
-    branch = jax.random.normal(jax.random.key(0), (SMALL.rows, SMALL.hidden))
-    norm = RMSNorm(given["norms"], jnp.int32(1))
+    branch, norm = given["gate"][: SMALL.rows, : SMALL.hidden], RMSNorm(given["norms"], 1)
     how = {"interpret": replace(gpu_simulation.params(), uninitialized_memory="zero")}
     stream, of = mosaic_gpu.start(given["x"], norm, EPS, "float32", **how), tiles.of
-    split = lambda *args: replace(of(*args), parts=2, steps=2, stages=2)  # noqa: E731
-    monkeypatch.setattr(tiles, "of", split)
+    monkeypatch.setattr(tiles, "of", lambda *a: replace(of(*a), parts=2, steps=2, stages=2))
     finish = lambda tile, products, _, then: tile.first(lambda: then(*products))  # noqa: E731
     monkeypatch.setattr(tiles, "join", finish)
     for part in range(2):
@@ -167,8 +165,7 @@ def test_parts_are_the_whole(in_float32, monkeypatch):
 
 
 def test_parts_lower(monkeypatch):
-    """Every version of JAX lowers them, without the chip's compiler: sums of parts are stored in
-    the memory of another program."""
+    """Every version of JAX stores their products in the memory of another program."""
     monkeypatch.setattr(implementations.target, "capability", lambda: "9.0")
     given = abstract(published("llamagen-b-256", 2))
     lowered = jax.jit(run).trace(given).lower(lowering_platforms=("cuda",)).as_text()
