@@ -205,7 +205,7 @@ def store_and_attend(projection, new_length, kv_pool, table, writes, kv_scale, *
     if kv_pool.dtype != projection.dtype or writes.by_token is None or per_row or not kv_pool.size:
         given = (projection, new_length, kv_pool, table, writes, kv_scale)
         return in_turn(attend, cache_write.write)(*given, interpret=interpret)
-    own, kv_pool = finished_and_stored(projection, kv_pool, writes, interpret)
+    own, kv_pool = finished_and_stored(projection, kv_pool, writes, products(), interpret)
     given = (projection, new_length, kv_pool, table, kv_scale)
     return attend(*given, return_lse=False, interpret=interpret, own=own), kv_pool, kv_scale
 

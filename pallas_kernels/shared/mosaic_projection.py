@@ -271,18 +271,12 @@ def _finished(projection: Projection, parts: tuple[int, ...], chip: Wgmma, inter
     return _launch(projection, parts, chip, interpret)
 
 
+@partial(jax.jit, static_argnames=("chip", "interpret"))
 def finished_and_stored(
-    projection: Projection, kv_pool: Array, writes: BlockWrites, interpret
+    projection: Projection, kv_pool: Array, writes: BlockWrites, chip: Wgmma, interpret
 ) -> tuple[Array, Array]:
     """Keys and values as `finished` returns them, and the pool, of their type, with those that
     `writes` stores. The table of `writes` has `by_token` and is shared by all rows."""
-    return _finished_and_stored(projection, kv_pool, writes, products(), interpret)
-
-
-@partial(jax.jit, static_argnames=("chip", "interpret"))
-def _finished_and_stored(
-    projection: Projection, kv_pool: Array, writes: BlockWrites, chip: Wgmma, interpret
-) -> tuple[Array, Array]:
     stores = Stores.of(kv_pool, writes)
     found = _launch(projection, (K, V), chip, interpret, stores, (kv_pool, writes))
     return found, jax.freeze(stores.pool).reshape(kv_pool.shape)
