@@ -46,25 +46,19 @@ def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-# From 0.11.1 to 0.12 JAX gives every Mosaic kernel a name for dumps with a running number in it,
-# and compiles kernels of other names anew: each of equal ones, and again after a start from the
-# compilation cache, which finds no program once others were lowered before it in another order.
-# From 0.12 on the name is no part of the kernel. Can go with 0.11.
-NUMBERS_KERNELS = (0, 11, 1) <= jax.__version_info__ < (0, 12)
-
-
 @functools.cache
 def name_kernels_alike() -> None:
-    """From now on Mosaic kernels that differ in their running number only are one kernel. Where
-    they are dumped, numbers keep the files apart, and stay."""
-    if not NUMBERS_KERNELS or os.environ.get("MOSAIC_GPU_DUMP_TO"):
+    """Keeps the running number out of the names that JAX from 0.11.1 to 0.12 gives Mosaic kernels
+    for dumps and takes for part of them. With it equal kernels are compiled one by one, and
+    programs anew after others than before. Dumps keep it, as the name of a file. Can go with
+    0.11."""
+    if not (0, 11, 1) <= jax.__version_info__ < (0, 12) or os.environ.get("MOSAIC_GPU_DUMP_TO"):
         return
     from jax.experimental.mosaic.gpu import dialect  # of GPUs: slow to import
 
     real, name = getattr(dialect, "get_or_set_dump_options", None), "mosaic_gpu.dump_basename"
     if real is None:
-        why = f"jax {jax.__version__} numbers Mosaic kernels in a way that is not known here"
-        warnings.warn(f"{why}: equal ones are compiled one by one", stacklevel=2)
+        warnings.warn("equal Mosaic kernels are compiled one by one: unknown JAX", stacklevel=2)
         return
 
     def named(module):

@@ -220,7 +220,8 @@ def store_and_attend(
         given = (projection, new_length, kv_pool, table, writes, kv_scale)
         return in_turn(attend, cache_write.write)(*given, interpret=interpret)
     listed = following is not None
-    own, kv_pool = finished_and_stored(projection, kv_pool, writes, interpret, not listed)
+    given = projection, kv_pool, writes, products(), interpret, not listed
+    own, kv_pool = finished_and_stored(*given)
     seen = (0, kv_pool, following) if listed else (new_length, kv_pool, table)
     how = dict(return_lse=False, interpret=interpret, own=own, listed=listed)
     return attend(projection, *seen, kv_scale, **how), kv_pool, kv_scale

@@ -288,24 +288,13 @@ def _finished(projection: Projection, parts: tuple[int, ...], chip: Wgmma, inter
     return _launch(projection, parts, chip, interpret)
 
 
+@partial(jax.jit, static_argnames=("chip", "interpret", "wanted"))
 def finished_and_stored(
-    projection: Projection, kv_pool: Array, writes: BlockWrites, interpret, wanted: bool = True
+    projection: Projection, kv_pool: Array, writes: BlockWrites, chip: Wgmma, interpret, wanted=True
 ) -> tuple[Array | None, Array]:
     """Keys and values as `finished` returns them, if they are `wanted`, or None; and the pool, of
     their type, with those that `writes` stores. The table of `writes` has `by_token` and is shared
     by all rows."""
-    return _finished_and_stored(projection, kv_pool, writes, products(), interpret, wanted)
-
-
-@partial(jax.jit, static_argnames=("chip", "interpret", "wanted"))
-def _finished_and_stored(
-    projection: Projection,
-    kv_pool: Array,
-    writes: BlockWrites,
-    chip: Wgmma,
-    interpret,
-    wanted: bool,
-) -> tuple[Array | None, Array]:
     stores, made_of = Stores.of(kv_pool, writes), (kv_pool, writes)
     found = _launch(projection, (K, V), chip, interpret, stores, made_of, wanted)
     return found, jax.freeze(stores.pool).reshape(kv_pool.shape)

@@ -2,7 +2,7 @@
 them, or their weights as separate arrays (`varjax.fast.arrange` says when).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -65,31 +65,28 @@ def scan(body: Callable[[T, PyTree], T], carry: T, layers: PyTree) -> T:
     if not is_separate(layers):
         return jax.lax.scan(lambda c, x: (body(c, x), None), carry, layers)[0]
     body = jax.jit(body)  # traced and lowered once, compiled for every layer
-    for index in range(_depth(layers)):
-        carry = body(carry, layer(layers, index))
+    for one in _each(layers):
+        carry = body(carry, one)
     return carry
 
 
 def scan_numbered(body: Callable[[T, PyTree, Array], T], carry: T, layers: PyTree) -> T:
     """`scan` of a body that takes the layer's number, too: `carry = body(carry, layer, number)`."""
     if is_separate(layers):
-        # Constants: counted in the carry, the number after the last one would not be used, and the
-        # last layer's body would be another one.
-        def numbered(carry: T, given: tuple[PyTree, Array]) -> T:
-            return body(carry, *given)
+        body = jax.jit(body)
+        for number, one in enumerate(_each(layers)):
+            # a constant: counted in the carry, it would be another body where the next is not used
+            carry = body(carry, one, np.int32(number))
+        return carry
 
-        numbers = Separate(tuple(map(np.int32, range(_depth(layers)))))
-        return scan(numbered, carry, (layers, numbers))
-
-    # Taken from an array of numbers, each would be a kernel of its own.
-    def counted(carry: tuple[T, Array], given: PyTree) -> tuple[T, Array]:
-        carry, number = carry
-        return body(carry, given, number), number + 1
+    # counted: taken from an array of numbers, each would be a kernel of its own
+    def counted(carry: tuple[T, Array], one: PyTree) -> tuple[T, Array]:
+        return body(carry[0], one, carry[1]), carry[1] + 1
 
     return scan(counted, (carry, jnp.int32(0)), layers)[0]
 
 
-def _depth(layers: PyTree) -> int:
-    """The number of layers, of which some weights are separate."""
+def _each(layers: PyTree) -> Iterator[PyTree]:
+    """The layers, of which some weights are separate, one after another."""
     leaves = jax.tree.leaves(layers, is_leaf=is_one)
-    return next(len(leaf) for leaf in leaves if is_one(leaf))
+    return (layer(layers, i) for i in range(next(len(leaf) for leaf in leaves if is_one(leaf))))
