@@ -22,7 +22,7 @@ from tests.pallas_kernels import compile_mosaic
 KERNELS = {"attend": 2, "attention_moments": 3, "write": 2, "layer": 3, "apart": 2, "text": 1}
 KERNELS["listed"] = 2
 # bytes that CUDA 13.5's assembler spills with heads of 128, stores and loads of one number each
-MOST_SPILLED = {("b200", "ragged_attention"): 68, ("h200", "ragged_attention"): 20}
+MOST_SPILLED = {("b200", "ragged_attention"): 72, ("h200", "ragged_attention"): 20}
 FEW = ("odd", "odd-int8", "wide", "wide-int8", "decode")
 ALL = ("h100", "b200")  # with --slow: every shape on each kind of chip
 TARGETS = [(target, FEW) for target in ("h200", "b200")]
