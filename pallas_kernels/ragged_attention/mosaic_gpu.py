@@ -172,8 +172,10 @@ def attend(
     chip = replace(products(), registers=False) if interpret else products()
     stored = StoredBlocks.of(kv_pool, kv_scale, table, config.block_k)
     shares = Shares.of(projection, config, chip, stored.scaled)
-    # scales of rows behind the last one may be NaN, and so may what is finished with them
-    finite = table.finite and projection.row_scale is None
+    # Scales of rows behind the last one may be NaN, and so may what is finished with them. From
+    # behind an array's end chips copy zeros, and JAX's simulator NaN.
+    behind = interpret and own.shape[1] % config.block_k
+    finite = table.finite and projection.row_scale is None and not behind
     lines = shares.tiles * groups * ROWS  # statistics are written in whole tiles
     [(out, lse)] = mosaic.launch(
         partial(_attend_tiles, config, chip, shares, finite),
