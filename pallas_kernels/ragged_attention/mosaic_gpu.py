@@ -180,15 +180,15 @@ def attend(
 def _attend(given, config: tiles.MosaicConfig, chip: Wgmma, alone: bool, return_lse, interpret):
     projection, new_length, kv_pool, table, kv_scale, own = given
     (rows, heads, tokens, head_dim), groups = projection.shape, config.warpgroups
-    stored = StoredBlocks.of(kv_pool, kv_scale, table, config.block_k)
-    shares = Shares.of(projection, config, chip, stored.scaled)
-    # Scales of rows behind the last one may be NaN, and so may what is finished with them. Behind
-    # an array's end chips copy zeros, and JAX's simulator NaN.
+    # Scales of rows behind the last one may be NaN, and so may what is finished with them. From
+    # behind an array's end chips copy zeros, and JAX's simulator NaN.
     behind = interpret and own.shape[1] % config.block_k
-    finite = table.finite and projection.row_scale is None and not behind
+    own_finite = table.finite and projection.row_scale is None and not behind
+    stored = StoredBlocks.of(kv_pool, kv_scale, table, config.block_k, own_finite)
+    shares = Shares.of(projection, config, chip, stored.scaled)
     lines = shares.tiles * groups * ROWS  # statistics are written in whole tiles
     [(out, lse)] = mosaic.launch(
-        partial(_attend_tiles, config, chip, shares, finite),
+        partial(_attend_tiles, config, chip, shares),
         [one_number(new_length), Unfinished.of(projection, (Q,), lines), own, stored],
         [
             (
@@ -258,20 +258,10 @@ def _overlaps(config: tiles.MosaicConfig, chip: Wgmma) -> bool:
 
 
 def _attend_tiles(
-    config,
-    chip: Wgmma,
-    shares: Shares,
-    finite: bool,
-    length,
-    given,
-    own,
-    stored,
-    out_refs,
-    *scratch,
+    config, chip: Wgmma, shares: Shares, length, given, own, stored, out_refs, *scratch
 ):
-    (raw, queries, arrived), turn, results, statistics, weights, changed, turns, parts, sums = (
-        scratch
-    )
+    (raw, queries, arrived), turn, results, statistics, weights, changed, *scratch = scratch
+    turns, parts, sums = scratch
     group = jax.lax.axis_index("warpgroup")
     begin, count = shares.of_program(jax.lax.axis_index("program"))
     parts = [PoolHalf(half, *refs) for half, refs in enumerate(parts)]
@@ -289,7 +279,7 @@ def _attend_tiles(
         add = chip.add(multiply, weights, group)
         product = multiply, add, chip.both(multiply, add) if _overlaps(config, chip) else None
         turn_of = Turns(turns, group, config.warpgroups)
-        tile = _Tile(work.tile, *product, changed, group, config, parts, fetch, finite, turn_of)
+        tile = _Tile(work.tile, *product, changed, group, config, parts, fetch, turn_of)
         # raw queries are not needed once they are finished: the result may take their place
         memory, offset = ((results or [raw])[0].at[group], statistics.at[group]), group * ROWS
 
@@ -391,7 +381,6 @@ class _Tile:
     config: tiles.MosaicConfig
     parts: Sequence[PoolHalf]
     fetch: Callable | None  # `fetch_next`; None: another warpgroup fetches
-    finite: bool  # whether neither own values nor those of the pool are NaN
     turns: Turns
 
     def see(self, keys: Keys, carry: tuple) -> tuple:
@@ -487,8 +476,8 @@ class _Tile:
             scales = down(keys.scales(v, i, place, PER_COLUMN), weights.shape)
             weights = jnp.where(weights > 0, weights * scales, 0.0)
         self._convert(keys, i, v, place)
-        if not self.finite:
-            unclean = partly & (i < keys.own_steps) if keys.stored.finite else partly
+        if not all(keys.stored.finite):
+            unclean = partly & (i < keys.own_steps) if keys.stored.finite[0] else partly
             pl.when(unclean)(lambda: self._change(lambda: _clear(keys, i, v.places.at[place])))
         return highest, total, weights.astype(self.queries.dtype)
 

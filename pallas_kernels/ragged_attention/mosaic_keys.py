@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.refs import Operand, Ref, Scalar, one_number
 from pallas_kernels.shared import mosaic_operands as mosaic
 from pallas_kernels.shared.mosaic_products import LAYOUT
-from pallas_kernels.tables import RANGE_BITS, WORD, BlockTable
+from pallas_kernels.tables import RANGE_BITS, WORD
 
 # Blocks with at least this many slots have scales that a copy can take: copies have a least length.
 SCALES_COPIED = 32
@@ -33,7 +33,7 @@ class StoredBlocks:
       side by side [R, N, 2, P].
     size: keys of a step.
     entries: M.
-    finite: whether no slot of the pool holds NaN, int8 or not.
+    finite: whether slots of the pool, and own values, are known not to be NaN.
     """
 
     table: Operand
@@ -43,10 +43,10 @@ class StoredBlocks:
     size: int = field(metadata=dict(static=True))
     entries: int = field(metadata=dict(static=True))
     per_row: bool = field(metadata=dict(static=True))
-    finite: bool = field(metadata=dict(static=True))
+    finite: tuple[bool, bool] = field(metadata=dict(static=True))
 
     @classmethod
-    def of(cls, kv_pool, kv_scale, table: BlockTable, size: int) -> "StoredBlocks":
+    def of(cls, kv_pool, kv_scale, table, size: int, own_finite=False) -> "StoredBlocks":
         if not kv_pool.shape[1]:  # a kernel has no arrays without elements
             kv_pool = mosaic.padded(kv_pool, 1, 1, 1)
             kv_scale = None if kv_scale is None else mosaic.padded(kv_scale, 1, 1, 1)
@@ -60,7 +60,7 @@ class StoredBlocks:
         packed, per_row = mosaic.packed(table.with_packed(kv_pool.shape[2]))
         arrays = (packed, one_number(table.layer), kv_pool, scales)
         # int8 numbers are finite, and their scales are left out where they do not count
-        finite, entries = table.finite or scales is not None, table.ids.shape[-1]
+        finite, entries = (table.finite or scales is not None, own_finite), table.ids.shape[-1]
         return cls(*arrays, size=size, entries=entries, per_row=per_row, finite=finite)
 
     @property
