@@ -13,12 +13,10 @@ such programs share a multiprocessor, and compute while others wait.
 
 Scores are products in the type of the projection with float32 sums. Exponentials are float32
 powers of two. Weights are rounded and go into the second product, which adds to the sums of the
-steps before: from registers on Hopper, through shared memory on Blackwell. With two
-or three warpgroups on Hopper the second product of a step is under way together with the first one
-of the next step, and during its softmax, as in FlashAttention-3 (arXiv 2407.08608, section 3.2).
-Keys outside the valid ranges have the weight 0. Unless all numbers are finite
-(`BlockTable.finite`), their values are set to zero in shared memory, because 0 times NaN is NaN;
-only steps with a partly valid block need that, and the table has a bit per entry that says which.
+steps before: from registers on Hopper, through shared memory on Blackwell. Keys outside the valid
+ranges have the weight 0. Unless all numbers are finite (`BlockTable.finite`), their values are set
+to zero in shared memory, because 0 times NaN is NaN; only steps with a partly valid block need
+that, and the table has a bit per entry that says which.
 
 Traffic, with b bytes per element, t real tokens and P' slots of the blocks in use. The tiles of a
 head follow one another, so all but the first find its keys in the L2 cache. From memory come
@@ -59,7 +57,6 @@ from pallas_kernels.shared.mosaic_products import (
     PER_ROW,
     ROWS,
     Add,
-    Both,
     Multiply,
     Wgmma,
     across,
@@ -82,7 +79,6 @@ LOG2_E = math.log2(math.e)
 # Programs of one warpgroup that a multiprocessor holds, without and with a rotation: so many have
 # 168 and 255 registers per thread.
 ALONE = (3, 2)
-TURNS = True  # whether warpgroups of a program begin their products in turn
 
 
 @dataclass(frozen=True)
@@ -244,24 +240,15 @@ def _scratch(projection, config, chip: Wgmma, shares: Shares, stored: StoredBloc
         plgpu.SMEM((groups, ROWS), jnp.float32),
         [] if chip.registers else [tile((groups, ROWS, size))],  # weights
         plgpu.Barrier(num_arrivals=groups),  # invalid values are cleared
-        plgpu.Barrier(num_barriers=groups) if TURNS and _overlaps(config, chip) else None,
         [[tile((buffers, size, head_dim)), full, free, *stored.scratch(buffers, head_dim)]] * 2,
         chip.scratch(groups, size, head_dim, *turn_widths(projection)),
     ]
 
 
-def _overlaps(config: tiles.MosaicConfig, chip: Wgmma) -> bool:
-    """Whether a step's values are added during the softmax of the next step. A place is then free a
-    step later, so there have to be others. Programs of one warpgroup have too few registers, and
-    overlap with one another."""
-    return chip.overlaps and config.warpgroups > 1 and config.buffers > 2
-
-
 def _attend_tiles(
     config, chip: Wgmma, shares: Shares, length, given, own, stored, out_refs, *scratch
 ):
-    (raw, queries, arrived), turn, results, statistics, weights, changed, *scratch = scratch
-    turns, parts, sums = scratch
+    (raw, queries, arrived), turn, results, statistics, weights, changed, parts, sums = scratch
     group = jax.lax.axis_index("warpgroup")
     begin, count = shares.of_program(jax.lax.axis_index("program"))
     parts = [PoolHalf(half, *refs) for half, refs in enumerate(parts)]
@@ -277,9 +264,7 @@ def _attend_tiles(
         places = raw.at[group], queries.at[group], queries.at[group], arrived.at[group]
         work = TileMemory(*places, turn, multiply)
         add = chip.add(multiply, weights, group)
-        product = multiply, add, chip.both(multiply, add) if _overlaps(config, chip) else None
-        turn_of = Turns(turns, group, config.warpgroups)
-        tile = _Tile(work.tile, *product, changed, group, config, parts, fetch, turn_of)
+        tile = _Tile(work.tile, multiply, add, changed, group, config, parts, fetch)
         # raw queries are not needed once they are finished: the result may take their place
         memory, offset = ((results or [raw])[0].at[group], statistics.at[group]), group * ROWS
 
@@ -309,9 +294,7 @@ def _attend_tiles(
             following = jax.lax.fori_loop(0, config.buffers, fetch, following)
         if given.turn is not None:
             plgpu.barrier_wait(turn[1])
-        pl.when(group == config.warpgroups - 1)(turn_of.pass_on)
         jax.lax.fori_loop(0, count, serve, (jnp.int32(0), following))
-        pl.when(group == 0)(turn_of.wait)  # the last warpgroup has passed on its last turn
         # What a program has stored is there when all have ended.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -346,42 +329,17 @@ def _put(found, memory, refs, row, head, first) -> None:
 
 
 @dataclass(frozen=True)
-class Turns:
-    """Turns in which the warpgroups of a program begin products: while those of one are under way,
-    others are at their softmax.
-
-    barriers: one per warpgroup, which says that it is its turn; None: all begin as they come.
-    group: this warpgroup.
-    groups: how many there are.
-    """
-
-    barriers: Ref | None
-    group: Scalar
-    groups: int
-
-    def wait(self) -> None:
-        if self.barriers is not None:
-            plgpu.barrier_wait(self.barriers.at[self.group])
-
-    def pass_on(self) -> None:
-        if self.barriers is not None:
-            plgpu.barrier_arrive(self.barriers.at[jax.lax.rem(self.group + 1, self.groups)])
-
-
-@dataclass(frozen=True)
 class _Tile:
     """The 64 queries of a warpgroup in shared memory."""
 
     queries: Ref
     multiply: Multiply
     add: Add
-    both: Both | None  # None: products one after another
     changed: Ref  # a barrier: the first warpgroup has changed keys or values
     group: Scalar
     config: tiles.MosaicConfig
     parts: Sequence[PoolHalf]
     fetch: Callable | None  # `fetch_next`; None: another warpgroup fetches
-    turns: Turns
 
     def see(self, keys: Keys, carry: tuple) -> tuple:
         """((weighted mean of the values [64, H], log-sum-exp [64]) over all keys, carry).
@@ -390,73 +348,35 @@ class _Tile:
           copied next.
         """
         head_dim, (before, following) = self.queries.shape[-1], carry
-        shape = ROWS, keys.stored.size
         # a loop keeps the layouts of what it carries, so they are named before it
-        softmax = (
+        state = (
             plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), PER_ROW),
             plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), PER_ROW),
-            plgpu.layout_cast(jnp.zeros(shape, self.queries.dtype), LAYOUT),
+            plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), LAYOUT),
         )
-        out = plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), LAYOUT)
-
-        def release(number, following):
-            self.parts[1].release(jax.lax.rem(number, self.config.buffers))
-            if self.fetch:  # nobody reads the step's place any more
-                following = self.fetch(number + self.config.buffers, following)
-            return following
 
         def step(i, state):
-            softmax, out, following = state
-            number, maximum = before + i, softmax[0]
-            scores = self.multiply(*self._factors(keys, number, i), shape)
-            softmax = self._weights(keys, number, i, scores, softmax)
-            out *= across(jnp.exp2(maximum - softmax[0]), out.shape)
-            out = self.add(out, softmax[2], self._values(number))
-            return softmax, out, release(number, following)
-
-        def overlapping(i, state):
-            """A step whose softmax runs while the values of the step before it are added."""
-            softmax, out, following = state
-            number, maximum = before + i, softmax[0]
-            act = partial(self._weights, keys, number, i)
-            last = out, softmax[2], self._values(number - 1)
-            given = self._factors(keys, number, i), shape, last, softmax
-            self.turns.wait()
-            out, softmax = self.both(*given, self.turns.pass_on, act)
-            out *= across(jnp.exp2(maximum - softmax[0]), out.shape)
-            return softmax, out, release(number - 1, following)
+            state, following = self._step(keys, before + i, i, state[0]), state[1]
+            if self.fetch:  # nobody reads the step's place any more
+                following = self.fetch(before + i + self.config.buffers, following)
+            return state, following
 
         # every query sees at least the scale's first token: the maximum is finite after step 0
-        end = before + keys.steps
-        if self.both is None:
-            state = jax.lax.fori_loop(0, keys.steps, step, (softmax, out, following))
-            (maximum, total, _), out, following = state
-        else:
-            scores = self.multiply(*self._factors(keys, before, 0), shape)
-            softmax = self._weights(keys, before, 0, scores, softmax)
-            state = jax.lax.fori_loop(1, keys.steps, overlapping, (softmax, out, following))
-            (maximum, total, weights), out, following = state
-            out = self.add(out, weights, self._values(end - 1))
-            following = release(end - 1, following)
+        state, following = jax.lax.fori_loop(0, keys.steps, step, (state, following))
+        maximum, total, out = state
         found = out / across(total, out.shape), maximum / LOG2_E + jnp.log(total)
-        return found, (end, following)
+        return found, (before + keys.steps, following)
 
-    def _factors(self, keys: Keys, number, i) -> tuple:
-        """Queries, and keys of a step once they are there. number: of the step, in the program."""
-        k, place = self.parts[0], jax.lax.rem(number, self.config.buffers)
+    def _step(self, keys: Keys, number, i, state):
+        """One step of the online softmax. number: of the step, in the program. The maximum is in
+        units of log2."""
+        (maximum, total, out), (k, v) = state, self.parts
+        place = jax.lax.rem(number, self.config.buffers)
+        partly = keys.is_partial(i)
         plgpu.barrier_wait(k.full.at[place])
         self._convert(keys, i, k, place)
-        return self.queries, k.places.at[place].transpose((1, 0))
-
-    def _values(self, number):
-        return self.parts[1].places.at[jax.lax.rem(number, self.config.buffers)]
-
-    def _weights(self, keys: Keys, number, i, scores, softmax: tuple) -> tuple:
-        """One step of the online softmax: (maximum in units of log2, sum, weights as they are
-        multiplied) after it, once the step's values are there and clean. number: of the step, in
-        the program."""
-        (maximum, total, _), (k, v) = softmax, self.parts
-        place, partly = jax.lax.rem(number, self.config.buffers), keys.is_partial(i)
+        shape = (ROWS, keys.stored.size)
+        scores = self.multiply(self.queries, k.places.at[place].transpose((1, 0)), shape)
         if k.raw is not None:  # one scale per key, so it may leave the sum over H
             scores *= down(keys.scales(k, i, place, PER_COLUMN), scores.shape)
         k.release(place)  # the next keys may come while the softmax is at work
@@ -470,7 +390,7 @@ class _Tile:
         highest = jnp.maximum(maximum, scores.max(axis=1) * LOG2_E)
         rescale = jnp.exp2(maximum - highest)  # 0 in the first step, whose maximum was -inf
         weights = jnp.exp2(scores * LOG2_E - across(highest, scores.shape))
-        total = total * rescale + weights.sum(axis=1)
+        total, out = total * rescale + weights.sum(axis=1), out * across(rescale, out.shape)
         plgpu.barrier_wait(v.full.at[place])
         if v.raw is not None:  # after the total, which sums the weights alone
             scales = down(keys.scales(v, i, place, PER_COLUMN), weights.shape)
@@ -479,7 +399,9 @@ class _Tile:
         if not all(keys.stored.finite):
             unclean = partly & (i < keys.own_steps) if keys.stored.finite[0] else partly
             pl.when(unclean)(lambda: self._change(lambda: _clear(keys, i, v.places.at[place])))
-        return highest, total, weights.astype(self.queries.dtype)
+        out = self.add(out, weights.astype(self.queries.dtype), v.places.at[place])
+        v.release(place)
+        return highest, total, out
 
     def _convert(self, keys: Keys, i, part: PoolHalf, place) -> None:
         """Convert a stored step of an int8 pool to the type of the own keys, without its scales."""

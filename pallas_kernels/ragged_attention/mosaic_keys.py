@@ -161,8 +161,7 @@ class Keys:
 
     @property
     def steps(self):
-        # at least one, though without a key its result is NaN
-        return jnp.maximum(self.own_steps + pl.cdiv(self.used, self.stored.pieces), 1)
+        return self.own_steps + pl.cdiv(self.used, self.stored.pieces)
 
     def entry(self, step, piece):
         """(number of a table entry, the same number within the table). Own keys have no entry, and

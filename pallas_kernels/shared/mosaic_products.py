@@ -30,9 +30,6 @@ Multiply = Callable[[Ref, Ref, tuple[int, int]], Array]  # (a, b, shape): a @ b 
 # (total, weights, values): total + weights @ values. The total is float32, and like the weights, of
 # 16-bit numbers, in registers; the values are in shared memory.
 Add = Callable[[Array, Array, Ref], Array]
-# ((a, b), shape of a @ b, arguments of an `Add`, state, begun, act): what `Add` returns, and what
-# act(a @ b, state) does, of the kind of `state`. `begun` is called once both products have begun.
-Both = Callable[[tuple, tuple[int, int], tuple, tuple, Callable, Callable], tuple[Array, tuple]]
 
 
 def across(rows, shape):
@@ -60,12 +57,10 @@ class Wgmma:
     swizzle: bytes, of both factors in shared memory.
     registers: whether `add` takes weights from registers. JAX's simulator takes them from shared
       memory alone.
-    overlaps: whether products may be under way while a warpgroup does something else.
     """
 
     swizzle: int = 128
     registers: bool = True
-    overlaps: bool = True
 
     def scratch(self, groups: int, *widths: int) -> list:
         """Scratch memory for products by `groups` warpgroups. widths: numbers of columns that
@@ -100,32 +95,6 @@ class Wgmma:
 
         return added
 
-    def both(self, multiply: Multiply, add: Add) -> Both:
-        """The function with which a warpgroup multiplies and acts on the product while weighted
-        values are added."""
-
-        def found(factors, shape, given, state, begun, act):
-            total, weights, values = given
-            if not self.registers:
-                begun()
-                return add(*given), act(multiply(*factors, shape), state)
-
-            def run(refs):
-                (sums, scores), kept = refs
-                plgpu.wgmma(scores, *factors)
-                plgpu.wgmma(sums, weights, values)
-                begun()
-                product = plgpu.wgmma_accumulator_load(scores, wait_n=1)  # the first of the two
-                for ref, number in zip(kept, act(product, state), strict=True):
-                    ref[...] = number
-
-            zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), LAYOUT)
-            begin = plgpu.ACC.init(total), plgpu.ACC.init(zeros)
-            (total, _), state = pl.run_state(run)((begin, state))
-            return total, state
-
-        return found
-
 
 @dataclass(frozen=True)
 class Tcgen05(Wgmma):
@@ -134,7 +103,6 @@ class Tcgen05(Wgmma):
     # each half of the columns is a product of its own, and no narrower than a swizzled line
     swizzle: int = 64
     registers: bool = False
-    overlaps: bool = False
 
     def scratch(self, groups: int, *widths: int) -> list:
         """A barrier and the sums; see `Wgmma.scratch`."""

@@ -5,10 +5,6 @@ gates and of values; heads that are turned by halves: of a head). It goes throug
 steps of `STEP`, whose rows and weights are copied into one of `Tiles.stages` places in shared
 memory, as many steps ahead. Products of a step run while the next one is waited for.
 
-Parts. Where tiles are too few for all multiprocessors, the programs of a cluster share one: each
-goes through a part of the input width, and the first adds up what the others store in its shared
-memory, always in the same order.
-
 What comes after a product is done in its registers. No kernel reads a whole row before it begins:
 the norm is a factor per row, made of the sums of squares that `add` leaves for each of its tiles.
 Rows stay in their rows throughout, so those beyond the last real one may hold anything.
@@ -20,7 +16,7 @@ once for every tile of rows, which caches deliver. `add` reads and writes the st
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -38,9 +34,6 @@ from pallas_kernels.token_products.operands import PIECE, Angles, TokenStream
 
 STEP = 64  # of the input width
 STAGES = 6  # steps in shared memory, at most
-ROOM = 144 * mosaic.KIB  # for steps, and for what other programs leave to be added up
-LEAST_STEPS = 4  # of a part
-GROUPS, GROUP = 8, 16  # of a Hopper chip's multiprocessors, and how many each has at least
 SWIZZLE = 128  # bytes
 DTYPES = ("bfloat16", "float16")
 HALVES = (16, 32, 64, 128)  # sizes of heads: several to a tile, or one
@@ -64,8 +57,7 @@ def project(stream: TokenStream, weights, angles: Angles, total: QuerySum | None
     widths = {"width": len(weights), "queries": angles.queries, "keys": angles.keys}
     check(weights.dtype, widths, interpret, angles)
     # within a tile every number has the one that it is turned with
-    each = max(PIECE, angles.halves * angles.head_dim)
-    tiles = Tiles.of(weights, rows, columns, each, interpret)
+    tiles = Tiles.of(weights, rows, columns, max(PIECE, angles.halves * angles.head_dim))
     shapes = [(rows, n) for n in (angles.queries, angles.keys, angles.keys)]
     turning = _Turning.of(angles, rows, tiles, weights.dtype, total)
     # memory for the matrix of a rotation, and a barrier that says that it is there
@@ -88,7 +80,7 @@ def gate(stream: TokenStream, weights, *, interpret):
     """See `api.gate`."""
     rows, columns = len(stream.x), weights.shape[1] // 2
     check(weights.dtype, {"width": len(weights), "gates": columns}, interpret)
-    tiles = Tiles.of(weights, rows, columns, PIECE, interpret, products=2)
+    tiles = Tiles.of(weights, rows, columns, PIECE, products=2)
     (out,) = _launch(
         partial(_gate, tiles, stream.eps),
         (stream.scaled, weights, stream.squares),
@@ -107,7 +99,7 @@ def add(stream: TokenStream, branch, weights, norm, *, interpret) -> TokenStream
     (rows, width), dtype = stream.x.shape, weights.dtype
     branch = mosaic.padded(branch.astype(dtype), 0, ROWS)
     check(dtype, {"width": width, "branch": len(weights)}, interpret)
-    tiles = Tiles.of(weights, rows, width, PIECE, interpret)
+    tiles = Tiles.of(weights, rows, width, PIECE)
     shapes = (rows, width), (rows, width), (width // PIECE, rows)
     x, scaled, squares = _launch(
         partial(_add, tiles),
@@ -156,8 +148,7 @@ class Tiles:
 
     rows, columns: of a tile.
     products: how many a program makes: of columns, and of those half of the weights further.
-    parts: of the input width, each of one program.
-    steps: of a part. Those behind the end of the input width add zeros.
+    steps: of the input width.
     stages: of them in shared memory.
     grid: tiles of columns, and of rows.
     """
@@ -165,29 +156,20 @@ class Tiles:
     rows: int
     columns: int
     products: int
-    parts: int
     steps: int
     stages: int
     grid: tuple[int, int]
 
     @classmethod
-    def of(cls, weights, rows: int, columns: int, each: int, interpret, products=1) -> "Tiles":
+    def of(cls, weights, rows: int, columns: int, each: int, products: int = 1) -> "Tiles":
         """For so many rows and columns, `each` columns to a tile."""
         cores = mosaic.CORES["9.0"]
         tall, steps, lines = 2 * ROWS, len(weights) // STEP, columns // each
         # higher tiles read weights less often, if there are programs for most multiprocessors
         busy = lines * rows // tall > 2 * cores // 3
         high = tall if rows % tall == 0 and busy and each == PIECE else ROWS
-        grid, size = (lines, rows // high), 4 * high * each * products
-        # the simulator has no memory that programs share
-        most = 1 if interpret else min(GROUP, steps // LEAST_STEPS, 1 + ROOM // 2 // size)
-        # all run at once, each cluster on multiprocessors of one group
-        fit = (n for n in range(2, most + 1) if GROUPS * (GROUP // n) >= math.prod(grid))
-        parts = max(fit, default=1)
-        steps = -(-steps // parts)
-        room, stages = ROOM - (parts - 1) * size, STAGES if products == 1 else STAGES - 2
-        stages = min(steps, stages, room // (2 * STEP * (high + each * products)))
-        return cls(high, each, products, parts, steps, stages, grid)
+        stages = min(steps, STAGES if products == 1 else STAGES - 2)
+        return cls(high, each, products, steps, stages, (lines, rows // high))
 
     def memory(self, dtype, count: int) -> Sequence:
         """Shared memory for tiles of the result."""
@@ -199,84 +181,49 @@ class Tiles:
         column, row = jax.lax.axis_index("column"), jax.lax.axis_index("row")
         return column * self.columns, pl.ds(row * self.rows, self.rows)
 
-    def first(self, run: Callable[[], None]) -> None:
-        """Call a function in the program that finishes the tile. Others end once they have stored
-        their part: no copy may be on its way to them then."""
-        run() if self.parts == 1 else pl.when(jax.lax.axis_index("part") == 0)(run)
-
     def multiply(self, x, weights, then: Callable[..., None]) -> None:
-        """Call `then` with the tile's products, float32 in `LAYOUT`, in its `first` program."""
+        """Call `then` with the program's products, float32 in `LAYOUT`."""
         column, row = jax.lax.axis_index("column"), jax.lax.axis_index("row")
-        begin = jax.lax.axis_index("part") * self.steps if self.parts > 1 else 0
 
         def step(_, rows, *weights):
             for total, these in zip(totals, weights, strict=True):
                 plgpu.wgmma(total, rows, these)
             plgpu.wgmma_wait(len(weights))  # those of the step before have been read
 
-        def block(shape, place, array):
-            lines = SWIZZLE // array.dtype.itemsize
+        def block(shape, place, dtype):
+            lines = SWIZZLE // jnp.dtype(dtype).itemsize
             pieces = plgpu.TilingTransform((8, lines)), plgpu.SwizzleTransform(SWIZZLE)
             # a step's place is taken again once the products of the step after it are started
             late = min(1, self.stages - 1)
             return plgpu.BlockSpec(shape, place, transforms=pieces, delay_release=late)
 
-        def run(memory, *refs):
+        def run(*refs):
             nonlocal totals
             totals = refs
             plgpu.emit_pipeline(
                 step,
                 grid=(self.steps,),
-                in_specs=[block((self.rows, STEP), lambda k: (row, begin + k), x)]
+                in_specs=[block((self.rows, STEP), lambda k: (row, k), x.dtype)]
                 + [
-                    block((STEP, self.columns), lambda k, i=i: (begin + k, column + i), weights)
+                    block((STEP, self.columns), lambda k, i=i: (k, column + i), weights.dtype)
                     for i in range(0, self.products * self.grid[0], self.grid[0])
                 ],
                 max_concurrent_steps=self.stages,
             )(x, *[weights] * self.products)
             plgpu.wgmma_wait(0)
-            self.join([total[...] for total in totals], memory, then)
+            then(*[total[...] for total in totals])
 
-        totals, shape = (), (self.rows, self.columns)
-        sums, memory = [plgpu.ACC(shape, jnp.float32)] * self.products, []
-        if others := (self.parts - 1) * self.products:
-            places = mosaic.tile((others, *shape), jnp.float32, SWIZZLE)
-            memory = [places, plgpu.Barrier(num_arrivals=others)]
-        pl.run_scoped(lambda *memory: pl.run_scoped(partial(run, memory), *sums), *memory)
-
-    def join(self, products: Sequence[Array], memory, then: Callable[..., None]) -> None:
-        """Call `then` with the sums over all parts. memory: for the products of the other parts,
-        and a barrier; none if there are none."""
-        if not memory:
-            return then(*products)
-        (places, arrived), count = memory, self.products
-        part, there = jax.lax.axis_index("part"), dict(cluster_idx=jnp.int32(0), cluster_dim="part")
-
-        @pl.when(part > 0)
-        def _():
-            for i, product in enumerate(products):
-                plgpu.async_store_smem(product, places.at[(part - 1) * count + i], arrived, **there)
-
-        @self.first
-        def _():
-            plgpu.barrier_wait(arrived)
-            sums = list(products)
-            for i in range(places.shape[0]):
-                sums[i % count] += mosaic.load(places.at[i], LAYOUT)
-            then(*sums)
+        totals = ()
+        shape = self.rows, self.columns
+        pl.run_scoped(run, *[plgpu.ACC(shape, jnp.float32)] * self.products)
 
 
 def _launch(body, operands, results, scratch, tiles: Tiles, cost, interpret, name: str):
-    split = tiles.parts > 1
+    lines, rows = tiles.grid
     return pl.kernel(
         lambda *refs: pl.run_scoped(partial(body, *refs), *scratch),
         out_type=tuple(results),
-        mesh=plgpu.Mesh(
-            grid=tiles.grid,
-            grid_names=("column", "row"),
-            cluster=(tiles.parts,) * split,
-            cluster_names=("part",) * split,
-        ),
+        mesh=plgpu.Mesh(grid=(lines, rows), grid_names=("column", "row")),
         compiler_params=mosaic.PARAMS,
         cost_estimate=cost,
         interpret=mosaic.simulator(interpret),
@@ -293,15 +240,19 @@ def _factor(eps: float, memory) -> Array:
     """The factor of every row that normalises it."""
     sums, arrived = memory
     plgpu.barrier_wait(arrived)
-    pieces = range(sums.shape[0])
-    # no loop, which would wait for every load
-    total = reduce(jnp.add, [mosaic.load(sums.at[i], PER_ROW, plain=True) for i in pieces])
-    return jax.lax.rsqrt(total / (len(pieces) * PIECE) + eps)
+    pieces, rows = sums.shape
+    total = jax.lax.fori_loop(
+        0,
+        pieces,
+        lambda piece, total: total + mosaic.load(sums.at[piece], PER_ROW, plain=True),
+        plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), PER_ROW),
+    )
+    return jax.lax.rsqrt(total / (pieces * PIECE) + eps)
 
 
 def _gate(tiles: Tiles, eps: float, x, weights, squares, out, memory, result):
     column, rows = tiles.place
-    tiles.first(lambda: plgpu.copy_gmem_to_smem(squares.at[:, rows], *memory))
+    plgpu.copy_gmem_to_smem(squares.at[:, rows], *memory)
 
     def then(gates, values):
         factor = _factor(eps, memory)
@@ -310,7 +261,7 @@ def _gate(tiles: Tiles, eps: float, x, weights, squares, out, memory, result):
         result[0][...] = gated.astype(result[0].dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(result[0], out.at[rows, pl.ds(column, tiles.columns)])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(0)
 
     tiles.multiply(x, weights, then)
 
@@ -319,22 +270,22 @@ def _add(tiles: Tiles, branch, weights, x, norm, new, scaled, squares, stream, r
     column, rows = tiles.place
     columns = pl.ds(column, tiles.columns)
     (memory,), arrived = stream
-    number = norm.number[0]  # on its way while products are made, unlike the weights that it names
-    tiles.first(lambda: plgpu.copy_gmem_to_smem(x.at[rows, columns], memory, arrived))
+    plgpu.copy_gmem_to_smem(x.at[rows, columns], memory, arrived)
 
     def then(product):
-        factors = mosaic.load(norm.weights.at[number, columns], PER_COLUMN, plain=True)
         plgpu.barrier_wait(arrived)
         total = mosaic.load(memory, LAYOUT) + product
         memory[...] = total
-        factors = down(factors.astype(jnp.float32), total.shape)
-        result[0][...] = (total * factors).astype(scaled.dtype)
+        factors = mosaic.load(
+            norm.weights.at[norm.number[0], columns], PER_COLUMN, plain=True
+        ).astype(jnp.float32)
+        result[0][...] = (total * down(factors, total.shape)).astype(scaled.dtype)
         mosaic.store(sums, (total * total).sum(axis=1))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(memory, new.at[rows, columns])
         plgpu.copy_smem_to_gmem(result[0], scaled.at[rows, columns])
         plgpu.copy_smem_to_gmem(sums, squares.at[jax.lax.axis_index("column"), rows])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(0)
 
     tiles.multiply(branch, weights, then)
 
@@ -380,11 +331,8 @@ def _project(tiles: Tiles, eps: float, x, weights, squares, turning: _Turning, s
     q, k, v, memory, (tile, result), (turn, turned) = refs
     (column, rows), angles, shape = tiles.place, turning.angles, (tiles.rows, tiles.columns)
     values = angles.queries + angles.keys  # the first column of them
-
-    @tiles.first
-    def _():
-        plgpu.copy_gmem_to_smem(squares.at[:, rows], *memory)
-        plgpu.copy_gmem_to_smem(turning.turn, turn, turned)
+    plgpu.copy_gmem_to_smem(squares.at[:, rows], *memory)
+    plgpu.copy_gmem_to_smem(turning.turn, turn, turned)
 
     def then(product):
         # rounded before the rotation, as the product alone would leave it
@@ -394,7 +342,7 @@ def _project(tiles: Tiles, eps: float, x, weights, squares, turning: _Turning, s
         plgpu.barrier_wait(turned)
         pl.when(column >= values)(lambda: put(tile, v, column - values))
         pl.when(column < values)(lambda: turn_and_put(rounded.astype(jnp.float32)))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(0)
 
     def turn_and_put(plain):
         def multiply(total):

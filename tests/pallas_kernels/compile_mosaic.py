@@ -91,7 +91,6 @@ ENDS = {
 # products of a token's layer: (model, rows)
 LAYERS = {
     "layer-xl": ("llamagen-xl-384", 256),
-    "layer-1b": ("janus-pro-1b", 2),
     "layer-3b": ("llamagen-3b-384", 2),
     "layer-7b": ("janus-pro-7b", 110),
 }

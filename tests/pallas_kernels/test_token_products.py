@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
 
 from pallas_kernels import implementations, token_products
 from pallas_kernels.token_attention import QuerySum
@@ -144,32 +143,6 @@ def test_mistakes_are_seen(in_float32, monkeypatch, capsys):
             patch.setattr(mosaic_gpu.plgpu, "commit_smem", lambda: None)
             check(SMALL, found(given), given)
             assert no_races(capsys), "race"
-
-
-@gpu_simulation.needed
-def test_parts_are_the_whole(in_float32, monkeypatch):
-    """Each part of the input width by itself, the last with a step behind its end, where copies on
-    the chip give zeros. The simulator has no memory that programs share to add them up in."""
-    given, tiles, total = arguments(SMALL), mosaic_gpu.Tiles, 0
-    branch, norm = given["gate"][: SMALL.rows, : SMALL.hidden], RMSNorm(given["norms"], 1)
-    how = {"interpret": replace(gpu_simulation.params(), uninitialized_memory="zero")}
-    stream, of = mosaic_gpu.start(given["x"], norm, EPS, "float32", **how), tiles.of
-    monkeypatch.setattr(tiles, "of", lambda *a: replace(of(*a), parts=2, steps=2, stages=2))
-    finish = lambda tile, products, _, then: tile.first(lambda: then(*products))  # noqa: E731
-    monkeypatch.setattr(tiles, "join", finish)
-    for part in range(2):
-        one = lambda _, run: pl.when(jax.lax.axis_index("part") == part)(run)  # noqa: B023, E731
-        monkeypatch.setattr(tiles, "first", one)
-        total += mosaic_gpu.add(stream, branch, given["down"], norm, **how).x - stream.x
-    check_close(total[: SMALL.rows], branch @ given["down"], TOLERANCE["float32"])
-
-
-def test_parts_lower(monkeypatch):
-    """Every version of JAX stores their products in the memory of another program."""
-    monkeypatch.setattr(implementations.target, "capability", lambda: "9.0")
-    given = abstract(published("llamagen-b-256", 2))
-    lowered = jax.jit(run).trace(given).lower(lowering_platforms=("cuda",)).as_text()
-    assert lowered.count("st.async.cluster") >= 3  # gate, add and project
 
 
 def test_the_reference_is_the_model():
