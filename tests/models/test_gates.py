@@ -1,4 +1,4 @@
-"""Gates of teacher forcing: of one they change nothing, and a hard table is what the engine runs."""
+"""Gates of teacher forcing: of one they change nothing; a hard table is what the engine runs."""
 
 import functools
 
