@@ -17,11 +17,13 @@ the result is the same. What to choose: docs/howto/learn.md.
 import dataclasses
 import hashlib
 import json
+import pathlib
 import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from experiments.cli import command_line
 from experiments.cli.flags import CommandFlags, about
@@ -55,7 +57,6 @@ from varjax.storage.parameters import default_dtype
 
 HELD_BACK = 4  # one held-back image for so many that are learned from
 OWN_SEEDS = 10**6  # added to seeds, so that no image is learned from that other commands compare
-MEASURED = 10  # images of a calibration, where the checkpoint has none
 
 FLAGS = CommandFlags(
     "--budgets=0.1,0.2 --out=learned.npz", "checkpoint budgets num_samples steps out", compiles=True
@@ -73,144 +74,69 @@ MESH = FLAGS.string("mesh", None, "Devices that share the images of a step: data
 OUT = FileFlags(FLAGS, "out", "The file to write.", required=True)
 
 
-def drawn(
+def samples(
     model: Model, dtype: str, condition: Condition, sampling: Sampling, seed: int, batch_size: int
-) -> list[Samples]:
-    """Return the images to learn from and those that are held back, drawn with the full cache."""
-    generator = Generator(
-        load_weights(model, dtype), "full", sampling=sampling, batch_size=batch_size
-    )
-    whole = np.arange(len(condition))
-    own = OWN_SEEDS + 2 * seed
-    sets = [(whole, own), (whole[::HELD_BACK], own + 1)]
-    tokens, total = [], sum(len(index) for index, _ in sets)
-    progress, done = Progress("drawn image", total), 0
-    for index, seed in sets:
-        found = []
-        for start in range(0, len(index), batch_size):
-            some = index[start : start + batch_size]
-            found.append(generator.draw(condition, some, seed=seed)["tokens"])
-            done += len(some)
-            progress.update(done)
-        tokens.append(np.concatenate(found))
-    # the generator has arranged the weights for drawing
-    return forced(load_weights(model, dtype), condition, sampling, sets, tokens, batch_size)
-
-
-def forced(model, condition, sampling, sets, tokens, batch_size) -> list[Samples]:
-    """Return samples of images whose tokens are drawn."""
+) -> tuple[nnx.Module, list[Samples]]:
+    """Return the transformer, and two sets of images that the full cache has drawn: those to learn
+    from, and those that are held back."""
+    # the generator arranges weights for drawing, the layers run one after the other on others
+    loaded, networks = load_weights(model, dtype), load_weights(model, dtype).networks
+    generator = Generator(loaded, "full", sampling=sampling, batch_size=batch_size)
 
     @jax.jit
-    def both(networks, given, tokens):
-        codes = teacher_forcing.seen_codes(networks, tokens)
-        transformer = networks["transformer"]
-        args = (transformer, given, codes, sampling, Gates())
-        return codes, teacher_forcing.guided_of_scales(*args).astype(jnp.float32)
+    def seen(networks, given, tokens):
+        codes, transformer = teacher_forcing.seen_codes(networks, tokens), networks["transformer"]
+        of = (transformer, given, codes, sampling, Gates())
+        return codes, teacher_forcing.guided_of_scales(*of).astype(jnp.float32)
 
-    samples = []
-    for (index, _), drawn in zip(sets, tokens, strict=True):
-        found = []
+    whole, own = np.arange(len(condition)), OWN_SEEDS + 2 * seed
+    sets, found = [(whole, own), (whole[::HELD_BACK], own + 1)], []
+    progress, done = Progress("drawn image", sum(len(index) for index, _ in sets)), 0
+    for index, seed in sets:
+        parts = []
         for start in range(0, len(index), batch_size):
             # a short batch repeats its last image, so that one program serves all
-            places = np.minimum(np.arange(start, start + batch_size), len(index) - 1)
-            given = jax.tree.map(jnp.asarray, condition.take(index[places]))
-            results = both(model.networks, given, jnp.asarray(drawn[places]))
-            count = min(batch_size, len(index) - start)
-            found.append([np.asarray(a)[:count] for a in results])
-        arrays = [np.concatenate(parts) for parts in zip(*found, strict=True)]
-        samples.append(Samples(condition.take(index), *arrays))
-    return samples
+            some = index[np.minimum(np.arange(start, start + batch_size), len(index) - 1)]
+            tokens = generator.draw(condition, some, seed=seed)["tokens"]
+            given = jax.tree.map(jnp.asarray, condition.take(some))
+            parts.append(jax.device_get(seen(networks, given, jnp.asarray(tokens))))
+            done += min(batch_size, len(index) - start)
+            progress.update(done)
+        arrays = [np.concatenate(part)[: len(index)] for part in zip(*parts, strict=True)]
+        found.append(Samples(condition.take(index), *arrays))
+    return networks["transformer"], found
 
 
-def calibrated(model: Model, dtype: str, condition: Condition, sampling: Sampling) -> Calibration:
-    """Return the calibration of the checkpoint, or a new one of a few images."""
+def beginning(
+    model: Model, dtype: str, condition: Condition, sampling: Sampling, batch_size: int
+) -> Calibration:
+    """Return the calibration of the checkpoint; if it has none for this run, a new one."""
     try:
         found = calibrations.find(Knapsack(), model, None, sampling.guidance)
     except UserError as error:
-        say(f"{error}: a new one is measured")
+        say(f"{error}: measured anew")
         found = None
     if found is not None and found.beta is not None:
         return found
     loaded = load_weights(model, dtype)
-    step = -(-len(condition) // MEASURED)
-    some = Part(condition, np.arange(len(condition))[::step])
-    return measure_calibration.measure(loaded, some, sampling, batch_size=len(some))
+    return measure_calibration.measure(loaded, condition, sampling, batch_size=batch_size)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Part:
-    """Some images of a condition."""
-
-    condition: Condition
-    index: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def take(self, index: np.ndarray):
-        return self.condition.take(self.index[index])
-
-
-def main(argv: list[str]) -> None:
-    target = OUT.check()
-    budgets = sorted(parse_budgets(BUDGETS.value))
-    model = MODEL.resolve()
-    measure_calibration.check_scales(model)
-    condition, sampling = CONDITION.resolve(model), SAMPLING.sampling(model)
-    seed, dtype = SAMPLING.seed(10**9), DTYPE.value or default_dtype()
-    with about(MESH):
-        mesh = TrainingMesh.parse(MESH.value, len(jax.devices()) if MESH.value else 1)
-    size = min(BATCH_SIZE.value, len(condition))
-    mesh.check_batch("--batch_size", size)
-    condition = text_condition.encoded(condition, model, dtype)
-    geometry = model.geometry_for(sampling)
-    origin = {
-        "model": calibrations.model_digest(model.metadata),
-        "schedule": str(geometry.schedule),
-        "sampling": dataclasses.asdict(sampling),
-        "condition": condition.describe(),
-        "images": len(condition),
-        "dtype": dtype,
-    }
-    digest = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()
-    settings = [LearnerSettings(b, STEPS.value, size, seed, digest) for b in budgets]
-    for one in settings:
-        Learner.check_budget(one, geometry)
-    work = partial_folder(target)
-    try:
-        with lock.held(work, f"another process learns in {work}: wait, or choose another --out"):
-            loop.check_folder(work, {one.name: one.deciding(one.name) for one in settings})
-            with jax_settings.pinned():
-                found = learned(model, dtype, condition, sampling, settings, mesh, work)
-            tables, gains = found
-            result = Calibration(
-                model=model.name,
-                model_digest=origin["model"],
-                schedule=geometry.schedule,
-                num_layers=geometry.num_layers,
-                num_heads=geometry.num_heads,
-                guidance=sampling.guidance,
-                num_samples=len(condition),
-                learned=dict(zip(budgets, tables, strict=True)),
-            )
-            notes = {"steps": STEPS.value, "seed": seed, "held_back": gains, **environment()}
-            calibrations.save_learned(result, target, notes)
-        shutil.rmtree(work, ignore_errors=True)
-    except Stopped as stopped:
-        say(f"ended by SIGTERM: {stopped}")
-        return
-    print(summary(budgets, gains))
-    print(f"written to {target}")
-
-
-def learned(model, dtype, condition, sampling, settings, mesh, work):
-    """Return the tables, uint8 [K - 1, L, N, F] for each budget, and the divergences of held-back
-    images, in nats: {"knapsack": [...], "learned": [...]}."""
-    geometry, size = model.geometry_for(sampling), settings[0].batch_size
-    calibration = calibrated(model, dtype, condition, sampling)
-    train, held = drawn(model, dtype, condition, sampling, settings[0].seed, size)
-    transformer = load_weights(model, dtype).transformer
-    tables, gains = [], {"knapsack": [], "learned": []}
+def learned(
+    model: Model,
+    dtype: str,
+    condition: Condition,
+    sampling: Sampling,
+    settings: list[LearnerSettings],
+    mesh: TrainingMesh,
+    work: pathlib.Path,
+) -> tuple[Calibration, dict[str, list[float]]]:
+    """Return the tables, and the divergences of held-back images in nats, a list for the tables of
+    `knapsack` and one for those that were learned."""
+    geometry, size, seed = model.geometry_for(sampling), settings[0].batch_size, settings[0].seed
+    calibration = beginning(model, dtype, condition, sampling, size)
+    transformer, (train, held) = samples(model, dtype, condition, sampling, seed, size)
+    tables, gains = {}, {"knapsack": [], "learned": []}
     for one in settings:
         rule = Knapsack(budget=one.budget, _calibration=calibration).rule(geometry.kind)
         last_use = rule.allocate(geometry, one.budget).last_use
@@ -225,20 +151,67 @@ def learned(model, dtype, condition, sampling, settings, mesh, work):
             mesh=mesh,
         )
         state = loop.run(stage, work)
-        keep = stage.keep(state)
-        tables.append(np.round(255 * np.sqrt(keep[1:])).astype(np.uint8))
-        gains["knapsack"].append(float(state["first"]))
+        tables[one.budget] = np.round(255 * np.sqrt(stage.keep(state)[1:])).astype(np.uint8)
+        gains["knapsack"].append(stage.first_divergence)
         gains["learned"].append(stage.validate(state)["KL"])
-    return tables, gains
+    result = Calibration(
+        model=model.name,
+        model_digest=calibrations.model_digest(model.metadata),
+        schedule=geometry.schedule,
+        num_layers=geometry.num_layers,
+        num_heads=geometry.num_heads,
+        guidance=sampling.guidance,
+        num_samples=len(condition),
+        learned=tables,
+    )
+    return result, gains
+
+
+def main(argv: list[str]) -> None:
+    target, budgets = OUT.check(), sorted(parse_budgets(BUDGETS.value))
+    model = MODEL.resolve()
+    measure_calibration.check_scales(model)
+    condition, sampling = CONDITION.resolve(model), SAMPLING.sampling(model)
+    seed, dtype = SAMPLING.seed(10**9), DTYPE.value or default_dtype()
+    with about(MESH):
+        mesh = TrainingMesh.parse(MESH.value, len(jax.devices()) if MESH.value else 1)
+    size = min(BATCH_SIZE.value, len(condition))
+    mesh.check_batch("--batch_size", size)
+    geometry, work = model.geometry_for(sampling), partial_folder(target)
+    origin = {
+        "model": calibrations.model_digest(model.metadata),
+        "schedule": str(geometry.schedule),
+        "sampling": dataclasses.asdict(sampling),
+        "condition": condition.describe(),
+        "images": len(condition),
+        "dtype": dtype,
+    }
+    digest = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()
+    settings = [LearnerSettings(b, STEPS.value, size, seed, digest) for b in budgets]
+    for one in settings:
+        one.limit(geometry)
+    try:
+        with lock.held(work, f"another process learns in {work}: wait, or choose another --out"):
+            loop.check_folder(work, {one.name: one.deciding(one.name) for one in settings})
+            condition = text_condition.encoded(condition, model, dtype)
+            with jax_settings.pinned():
+                found, gains = learned(model, dtype, condition, sampling, settings, mesh, work)
+            notes = {"steps": STEPS.value, "seed": seed, "held_back": gains, **environment()}
+            calibrations.save_learned(found, target, notes)
+        shutil.rmtree(work, ignore_errors=True)
+    except Stopped as stopped:
+        say(f"ended by SIGTERM: {stopped}")
+        return
+    print(f"{summary(budgets, gains)}\nwritten to {target}")
 
 
 def summary(budgets: list[float], gains: dict[str, list[float]]) -> str:
     """Return the table that is printed at the end."""
-    lines = ["KL to the full cache of held-back images (nats)", "| budget | knapsack | learned |"]
     rows = zip(budgets, gains["knapsack"], gains["learned"], strict=True)
-    return "\n".join(
-        [*lines, "| --- | --- | --- |", *(f"| {b:g} | {k:.4f} | {one:.4f} |" for b, k, one in rows)]
-    )
+    cells = [(f"{budget:g}", f"{first:.4f}", f"{last:.4f}") for budget, first, last in rows]
+    head = ("budget", *gains), ("---",) * 3
+    lines = [f"| {' | '.join(row)} |" for row in (*head, *cells)]
+    return "\n".join(["KL to the full cache of held-back images, in nats per token:", *lines])
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ Letters: B images, K scales, L layers, N heads, F tokens that are cached, V voca
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from operator import attrgetter
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +33,6 @@ from experiments.training.stage import pictures_of_step, whole_batches
 from varjax.core.allocation import Geometry
 from varjax.core.errors import UserError
 from varjax.core.sampling import Sampling
-from varjax.generation.sharding import place
 from varjax.models import teacher_forcing
 from varjax.models.teacher_forcing import Gates
 from varjax.policies.last_uses import best_last_uses
@@ -73,17 +74,22 @@ class LearnerSettings:
     batch_size: int
     seed: int
     digest: str
-    log_every: int = 20
-    validate_every: int = 100
-    checkpoint_every: int = 50
+    log_every: ClassVar[int] = 20
+    validate_every: ClassVar[int] = 100
+    checkpoint_every: ClassVar[int] = 50
 
     @property
     def name(self) -> str:
         return f"budget-{self.budget:g}"
 
+    def limit(self, geometry: Geometry) -> int:
+        """Tokens that all heads may hold together after any store; `UserError` if none fits."""
+        if found := int(self.budget * geometry.dense_tokens + 1e-6):
+            return found
+        raise UserError(f"budget={self.budget:g} holds no token of this model: choose a larger one")
+
     def deciding(self, stage: str) -> dict:
-        found = dataclasses.asdict(self)
-        return {name: value for name, value in found.items() if not name.endswith("_every")}
+        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -102,60 +108,34 @@ class Learner:
     settings: LearnerSettings
     mesh: TrainingMesh = field(default=TrainingMesh())
 
-    name = property(lambda self: self.settings.name)
-    steps = property(lambda self: self.settings.steps)
-    batch_size = property(lambda self: self.settings.batch_size)
-
-    @property
-    def limit(self) -> int:
-        """Tokens that all heads may hold together after any store."""
-        return int(self.settings.budget * self.geometry.dense_tokens + 1e-6)
+    name = property(attrgetter("settings.name"))
+    steps = property(attrgetter("settings.steps"))
+    batch_size = property(attrgetter("settings.batch_size"))
 
     @cached_property
-    def source(self) -> np.ndarray:
-        """int [F]: the scale of every cached token."""
-        schedule = self.geometry.schedule
-        return schedule.scale_of_token[: schedule.persistent_tokens]
-
-    @staticmethod
-    def check_budget(settings: LearnerSettings, geometry: Geometry) -> None:
-        """`UserError` if the budget holds no token."""
-        if settings.budget * geometry.dense_tokens < 1:
-            least = np.ceil(1e4 / max(1, geometry.dense_tokens)) / 1e4
-            raise UserError(
-                f"budget={settings.budget:g} holds no token of this model: give at least {least:g}"
-            )
-
-    # --- the state --------------------------------------------------------------------------------
+    def _programs(self) -> "Programs":
+        return Programs(self.sampling, self.geometry, self.steps, self.settings.seed)
 
     @cached_property
-    def optimizer(self) -> optax.GradientTransformation:
-        rate = optax.cosine_decay_schedule(RATE, self.steps, 0.1)
-        return optax.adam(rate, b1=B1, b2=B2, eps=EPSILON)
+    def first_divergence(self) -> float:
+        """That of the start."""
+        return max(self.divergence(self.start), 1e-9)
 
-    def first_state(self) -> dict:
-        scales, layers = self.geometry.schedule.num_scales, self.geometry.num_layers
+    # --- states -----------------------------------------------------------------------------------
+
+    def _first(self) -> dict:
+        scales = self.geometry.schedule.num_scales
         logits = FIRST_LOGIT * jax.nn.one_hot(self.start, scales)
-        first = self.divergence(self.start)
-        state = {
-            "logits": logits,
-            "optimizer": self.optimizer.init(logits),
-            "multipliers": jnp.zeros((scales - 1, layers)),
-            "first": jnp.float32(max(first, 1e-9)),
-        }
-        return jax.device_put(state, self.places(state))
+        multipliers = jnp.zeros((scales - 1, self.geometry.num_layers))
+        moments = self._programs.optimizer.init(logits)
+        return {"logits": logits, "optimizer": moments, "multipliers": multipliers}
 
     @cached_property
     def shapes(self) -> dict:
-        scales, layers = self.geometry.schedule.num_scales, self.geometry.num_layers
-        shape = jax.ShapeDtypeStruct
-        logits = shape((*self.start.shape, scales), jnp.float32)
-        return {
-            "logits": logits,
-            "optimizer": jax.eval_shape(self.optimizer.init, logits),
-            "multipliers": shape((scales - 1, layers), jnp.float32),
-            "first": shape((), jnp.float32),
-        }
+        return jax.eval_shape(self._first)
+
+    def first_state(self) -> dict:
+        return jax.device_put(self._first(), self.places(self.shapes))
 
     def places(self, state: dict) -> dict:
         """Where each array of a state lies: whole on every device."""
@@ -163,90 +143,34 @@ class Learner:
         where = one if self.mesh.size == 1 else self.mesh.whole()
         return jax.tree.map(lambda _: where, state)
 
-    # --- a step -----------------------------------------------------------------------------------
-
-    def masked(self, logits: Float[Array, "*L N F K"]) -> Float[Array, "*L N F K"]:
-        """Logits without last uses before a token exists."""
-        exists = np.arange(logits.shape[-1]) >= self.source[:, None]
-        return jnp.where(exists, logits, -1e9)
-
-    def expected(self, logits: Float[Array, "L N F K"]) -> Float[Array, "stores L"]:
-        """Expected tokens right after every store, as a part of the limit, less 1."""
-        kept = kept_until(jax.nn.softmax(self.masked(logits), -1))
-        later = np.arange(kept.shape[-1]) > self.source[:, None]
-        held = jnp.where(later, kept, 0).sum((1, 2)).T  # [K, L]
-        done, waiting = held[1:], held[:-1]
-        rows = jnp.cumsum(done, -1) + waiting.sum(-1, keepdims=True) - jnp.cumsum(waiting, -1)
-        return rows / self.limit - 1
-
-    def gates(self, logits: Float[Array, "L N F K"], key: Array, images: int, tau) -> Gates:
-        """Gates of sampled last uses; they are drawn layer by layer, and again for gradients."""
-
-        def of_layer(values) -> Float[Array, "B K N F"]:
-            logits, key = values
-            noise = jax.random.gumbel(key, (images, *logits.shape))
-            kept = kept_until(jax.nn.softmax((self.masked(logits) + noise) / tau, -1))
-            gates = jnp.clip((1 + 2 * STRETCH) * kept - STRETCH, 0, 1)
-            return jnp.moveaxis(gates, -1, 1)
-
-        return Gates((logits, jax.random.split(key, len(logits))), of_layer)
-
-    @cached_property
-    def _step(self):
-        def loss_of(logits, transformer, state, key, tau, batch):
-            gates = self.gates(logits, key, len(batch[1]), tau)
-            lost = divergence(transformer, self.sampling, gates, batch).mean()
-            over, multipliers = self.expected(logits), state["multipliers"]
-            pressed = jnp.maximum(multipliers + WEIGHT * over, 0)
-            penalty = (pressed**2 - multipliers**2).sum() / (2 * WEIGHT)
-            return lost / state["first"] + penalty, (lost, over)
-
-        def step(transformer, state, n, batch):
-            first, last = TEMPERATURES
-            tau = first * (last / first) ** (n / self.steps)
-            key = jax.random.fold_in(jax.random.key(self.settings.seed), n)
-            gradient = jax.grad(loss_of, has_aux=True)
-            found, (lost, over) = gradient(state["logits"], transformer, state, key, tau, batch)
-            changes, moments = self.optimizer.update(found, state["optimizer"])
-            multipliers = jnp.maximum(state["multipliers"] + MULTIPLIER_STEP * over, 0)
-            new = {
-                "logits": optax.apply_updates(state["logits"], changes),
-                "optimizer": moments,
-                "multipliers": multipliers,
-            }
-            return state | new, {"loss": lost, "over": over.max()}
-
-        return jax.jit(step)
-
     def step(self, state: dict, n: int) -> tuple[dict, dict]:
-        seed, count = self.settings.seed, len(self.train)
-        batch = self.train.take(pictures_of_step(count, self.batch_size, seed, n))
-        return self._step(self._network, state, jnp.int32(n), self._spread(batch))
-
-    def _spread(self, batch: tuple) -> tuple:
-        """Arrays of images as they are divided over the mesh."""
-        if self.mesh.size == 1:
-            return batch
-        return jax.tree.map(lambda a: place(a, self.mesh.batch()), batch)
+        settings = self.settings
+        chosen = pictures_of_step(len(self.train), self.batch_size, settings.seed, n)
+        scale = jnp.float32(self.first_divergence), jnp.float32(settings.limit(self.geometry))
+        batch = self._spread(self.train.take(chosen))
+        return self._programs.step(self._network, state, jnp.int32(n), scale, batch)
 
     @cached_property
     def _network(self) -> nnx.Module:
         """The transformer, on every device of the mesh."""
-        if self.mesh.size == 1:
-            return self.transformer
-        return jax.device_put(self.transformer, self.mesh.whole())
+        whole = self.mesh.size > 1
+        return jax.device_put(self.transformer, self.mesh.whole()) if whole else self.transformer
+
+    def _spread(self, batch: tuple) -> tuple:
+        """Arrays of images as they are divided over the mesh."""
+        return jax.device_put(batch, self.mesh.batch()) if self.mesh.size > 1 else batch
 
     # --- what was learned -------------------------------------------------------------------------
 
     def keep(self, state: Mapping) -> np.ndarray:
         """float32 [K, L, N, F]: P(u >= s), the probability that scale s may see a token."""
-        kept = kept_until(jax.nn.softmax(self.masked(state["logits"]), -1))
-        return np.moveaxis(np.asarray(kept), -1, 0)
+        return np.moveaxis(np.asarray(self._programs.kept(state["logits"])), -1, 0)
 
     def last_uses(self, state: Mapping) -> np.ndarray:
         """int [L, N, F]: the best last uses under the budget."""
-        size = np.ones_like(self.source)
-        return best_last_uses(np.sqrt(self.keep(state)), self.source, size, self.limit)
+        source = self._programs.source
+        limit = self.settings.limit(self.geometry)
+        return best_last_uses(np.sqrt(self.keep(state)), source, np.ones_like(source), limit)
 
     def divergence(self, last_use: Int[np.ndarray, "L N F"]) -> float:
         """Mean divergence of the held-back images under a table, in nats per token."""
@@ -254,18 +178,94 @@ class Learner:
         table = (last_use[:, None] >= scales[:, None, None]).astype(np.float32)  # [L, K, N, F]
         batches = whole_batches(len(self.held), self.batch_size)
         batches = (self._spread(self.held.take(batch)) for batch in batches)
-        found = [self._lost(self._network, table, batch) for batch in batches]
+        found = [self._programs.lost(self._network, table, batch) for batch in batches]
         return float(np.mean(jax.device_get(found)))
-
-    @cached_property
-    def _lost(self):
-        def lost(transformer, table, batch):
-            return divergence(transformer, self.sampling, Gates(table), batch).mean()
-
-        return jax.jit(lost)
 
     def validate(self, state: dict) -> dict:
         return {"KL": self.divergence(self.last_uses(state))}
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The compiled functions of all budgets; those of equal fields are the same."""
+
+    sampling: Sampling
+    geometry: Geometry
+    steps: int
+    seed: int
+
+    @cached_property
+    def source(self) -> np.ndarray:
+        """int [F]: the scale of every cached token."""
+        schedule = self.geometry.schedule
+        return schedule.scale_of_token[: schedule.persistent_tokens]
+
+    @cached_property
+    def optimizer(self) -> optax.GradientTransformation:
+        rate = optax.cosine_decay_schedule(RATE, self.steps, 0.1)
+        return optax.adam(rate, b1=B1, b2=B2, eps=EPSILON)
+
+    @partial(jax.jit, static_argnums=0)
+    def step(self, transformer: nnx.Module, state: dict, n: Array, scale: tuple, batch: tuple):
+        """The state after step n, and its metrics. scale: divergence of the start, and tokens that
+        fit."""
+        start, limit = scale
+
+        def loss_of(logits):
+            gates = self.gates(logits, key, len(batch[1]), tau)
+            lost = divergence(transformer, self.sampling, gates, batch).mean()
+            over, multipliers = self.expected(logits) / limit - 1, state["multipliers"]
+            pressed = jnp.maximum(multipliers + WEIGHT * over, 0)
+            penalty = (pressed**2 - multipliers**2).sum() / (2 * WEIGHT)
+            return lost / start + penalty, (lost, over)
+
+        first, last = TEMPERATURES
+        tau = first * (last / first) ** (n / self.steps)
+        key = jax.random.fold_in(jax.random.key(self.seed), n)
+        gradient, (lost, over) = jax.grad(loss_of, has_aux=True)(state["logits"])
+        changes, moments = self.optimizer.update(gradient, state["optimizer"])
+        new = {
+            "logits": optax.apply_updates(state["logits"], changes),
+            "optimizer": moments,
+            "multipliers": jnp.maximum(state["multipliers"] + MULTIPLIER_STEP * over, 0),
+        }
+        return state | new, {"loss": lost, "over": over.max()}
+
+    @partial(jax.jit, static_argnums=0)
+    def lost(self, transformer: nnx.Module, table: Float[Array, "L K N F"], batch: tuple) -> Array:
+        """Mean divergence of some images under a table."""
+        return divergence(transformer, self.sampling, Gates(table), batch).mean()
+
+    def existing(self, logits: Float[Array, "*L N F K"]) -> Float[Array, "*L N F K"]:
+        """Logits without last uses before a token exists."""
+        exists = np.arange(logits.shape[-1]) >= self.source[:, None]
+        return jnp.where(exists, logits, -1e9)
+
+    def kept(self, logits: Float[Array, "L N F K"]) -> Float[Array, "L N F K"]:
+        """P(u >= s) of every scale s."""
+        return kept_until(jax.nn.softmax(self.existing(logits), -1))
+
+    def expected(self, logits: Float[Array, "L N F K"]) -> Float[Array, "stores L"]:
+        """Expected tokens of all heads right after every store."""
+        later = np.arange(logits.shape[-1]) > self.source[:, None]
+        held = jnp.where(later, self.kept(logits), 0).sum((1, 2)).T  # [K, L]
+        # as `core.allocator.after_each_store`
+        done, waiting = held[1:], held[:-1]
+        return jnp.cumsum(done, -1) + waiting.sum(-1, keepdims=True) - jnp.cumsum(waiting, -1)
+
+    def gates(
+        self, logits: Float[Array, "L N F K"], key: Array, images: int, tau: Float[Array, ""]
+    ) -> Gates:
+        """Gates of sampled last uses; they are drawn layer by layer, and again for gradients."""
+
+        def of_layer(values) -> Float[Array, "B K N F"]:
+            logits, key = values
+            noise = jax.random.gumbel(key, (images, *logits.shape))
+            kept = kept_until(jax.nn.softmax((self.existing(logits) + noise) / tau, -1))
+            gates = jnp.clip((1 + 2 * STRETCH) * kept - STRETCH, 0, 1)
+            return jnp.moveaxis(gates, -1, 1)
+
+        return Gates((logits, jax.random.split(key, len(logits))), of_layer)
 
 
 def kept_until(p: Float[Array, "*shape K"]) -> Float[Array, "*shape K"]:
