@@ -54,13 +54,13 @@ class Gates:
     ) -> Float[Array, "R T N H"]:
         """The attention of one layer. values: its slice."""
         q, parts = jnp.concatenate([q, jnp.ones_like(q[..., :1])], axis=-1), []
-        if gated := values is not None:
-            gates = self.of_layer(values)
-            gates = jnp.tile(gates, (len(q) // len(gates), 1, 1, 1))
+        gates = None if values is None else self.of_layer(values)
         for scale, (start, end) in enumerate(zip(schedule.starts, schedule.ends, strict=True)):
             logs = jnp.zeros((*k.shape[:2], end), jnp.float32)
-            if gated:
+            if gates is not None:
                 older = jnp.log(jnp.maximum(gates[:, scale, :, :start], LEAST_GATE))
+                # conditional rows come first, then the unconditional ones of the same images
+                older = jnp.tile(older, (len(q) // len(gates), 1, 1))
                 logs = logs.at[:, :, :start].set(older)
             keys = jnp.concatenate([k[:, :, :end], logs[..., None].astype(k.dtype)], axis=-1)
             parts.append(self.attention(q[:, :, start:end], keys, v[:, :, :end]))
@@ -93,7 +93,7 @@ def through_layers(
     mask = None if gates else jnp.asarray(scale[:, None] >= scale[None, :])
 
     def layer(x, inputs):
-        block, layer_context, values = inputs
+        block, (layer_context, values) = inputs
         projection, x = transformer.project(block, layer_context, shared, x)
         arrays = projection.queries(), projection.keys(), projection.values()
         if gates:
@@ -104,7 +104,7 @@ def through_layers(
 
     differentiated = jax.checkpoint if gates else transformer.differentiated
     layer = differentiated(layer) if differentiated else layer
-    inputs = (transformer.blocks, context["layers"], gates and gates.values)
+    inputs = (transformer.blocks, (context["layers"], gates and gates.values))
     return stacked.scan(layer, transformer.stream(x), inputs).settled()
 
 
@@ -126,12 +126,10 @@ def seen_codes(networks: dict[str, nnx.Module], tokens: Integer[Array, "B L *bit
     all."""
     transformer, codec = networks["transformer"], networks["codec"]
     code_map = jnp.zeros((len(tokens), *transformer.config.code_map), jnp.float32)
-    schedule, seen = transformer.config.schedule, []
-    spans = zip(steps(transformer), schedule.starts, schedule.ends, strict=True)
-    for step, start, end in spans:
+    seen, each = [], jnp.split(tokens, transformer.config.schedule.starts[1:], axis=1)
+    for step, part in zip(steps(transformer), each, strict=True):
         seen.append(step.shrink(code_map))
-        part = step.enlarge(codec.codes(tokens[:, start:end]))
-        code_map = codec.accumulate(code_map, part, step.scale)
+        code_map = codec.accumulate(code_map, step.enlarge(codec.codes(part)), step.scale)
     return jnp.concatenate(seen, axis=1)
 
 
