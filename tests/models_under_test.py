@@ -18,6 +18,7 @@ from ported_weights.convert import convert
 from varjax import conditions
 from varjax.codecs import bsq as bsq
 from varjax.core import maps
+from varjax.core.allocation import Geometry
 from varjax.core.sampling import Sampling
 from varjax.core.sequence import Schedule
 from varjax.generation.build import Build
@@ -48,6 +49,7 @@ SMALL = {  # weights of the left under a smaller schedule, which they do not dep
     "infinity_a_small": ("infinity_a", "1x1;2x2;3x2;6x4;8x5;9x6"),
     "infinity_b_small": ("infinity_b", "1x1;2x2;3x4;4x6"),
 }
+TABLES = ((0.1, 0.5), (0.3, 0.2))  # budgets of made up tables, and how much they keep
 # One small model per family, for tests of what all families share.
 FAMILIES = {"var": "b_k6_sharedaln", "infinity": "infinity_a_small"}
 # Largest differences to the original implementation in float32, from tests/fixtures/README.md.
@@ -235,6 +237,15 @@ def prompt(model: Model, number: int) -> np.ndarray:
     text = np.random.default_rng(number).integers(first, most, length)
     text[np.isin(text, [*getattr(config, "token_ids", ()), end[0]])] = most - 1  # no image
     return np.concatenate([text, end]).astype(np.int32)
+
+
+def learned_tables(geometry: Geometry) -> dict[float, np.ndarray]:
+    """Tables as `experiments.learn` writes them, of random probabilities that fall from scale to
+    scale."""
+    schedule, rng = geometry.schedule, np.random.default_rng(0)
+    shape = (geometry.num_layers, geometry.num_heads, schedule.persistent_tokens)
+    kept = np.cumprod(rng.random((schedule.num_scales - 1, *shape)), axis=0)
+    return {budget: np.round(255 * kept**power).astype(np.uint8) for budget, power in TABLES}
 
 
 def given(model: Model, numbers) -> dict:

@@ -102,6 +102,11 @@ class PolicyFlags:
             "policy_args", "", "Further arguments of the policy: key=value,key=value."
         )
         self._calibration = calibration_flag(flags)
+        self._learned = flags.string(
+            "learned",
+            None,
+            "Learned tables, for --policy=learned; default: learned.npz of the checkpoint.",
+        )
         plugin_flag(flags)
 
     def resolve(self) -> Policy:
@@ -115,7 +120,7 @@ class PolicyFlags:
     @property
     def is_chosen(self) -> bool:
         """Whether a policy, or anything of one, was asked for."""
-        holders = self._policy, self._budget, self._arguments, self._calibration
+        holders = self._policy, self._budget, self._arguments, self._calibration, self._learned
         return any(holder.present for holder in holders)
 
     @property
@@ -159,16 +164,18 @@ class PolicyFlags:
         """Return (plan, calibration that it was made with, None if there is none). groups: devices
         that heads are divided over.
 
-        The calibration is --calibration, else the file in the model's folder, else, for a model
-        without weights, a `stand_in`. `UserError` if the policy would ignore --calibration, or if
-        it belongs to other weights or, with `sampling`, to another guidance.
+        The calibration is --calibration or --learned, else the file in the model's folder, else,
+        for a model without weights, a `stand_in`. `UserError` if the policy would ignore the flag,
+        or if the file belongs to other weights or, with `sampling`, to another guidance.
         """
-        given, is_model = self._calibration.value, isinstance(model, Model)
+        holders = [holder for holder in (self._calibration, self._learned) if holder.value]
+        if len(holders) > 1:
+            raise UserError("--calibration and --learned exclude each other: give one file")
+        given, is_model = holders[0].value if holders else None, isinstance(model, Model)
         if given and not policy.uses_calibration:
             so = " with these arguments" if self._arguments.value else ""
-            raise UserError(
-                f"policy {policy.name!r}{so} uses no calibration: leave out --calibration"
-            )
+            flag = f"--{holders[0].name}"
+            raise UserError(f"policy {policy.name!r}{so} uses no calibration: leave out {flag}")
         geometry, guidance = model.geometry if is_model else model, None
         if sampling is not None:
             geometry, guidance = model.geometry_for(sampling), sampling.guidance
@@ -195,6 +202,7 @@ def stand_in(policy: Policy, geometry: Geometry) -> Calibration | None:
     layers, heads, schedule = geometry.num_layers, geometry.num_heads, geometry.schedule
     tokens = np.tril(np.broadcast_to(schedule.tokens, (schedule.num_scales,) * 2))
     beta = tokens / tokens.sum(-1, keepdims=True)
+    seen = schedule.num_scales - 1, layers, heads, schedule.persistent_tokens
     per_layer = np.broadcast_to([0.0] + [1.0] * (schedule.num_scales - 1), (layers, len(beta)))
     return Calibration(
         schedule=schedule,
@@ -204,6 +212,7 @@ def stand_in(policy: Policy, geometry: Geometry) -> Calibration | None:
         key_discrepancy=per_layer,
         query_variance=np.ones((layers, heads)),
         selectivity=per_layer,
+        learned={1.0: np.full(seen, 255, np.uint8)},
     )
 
 

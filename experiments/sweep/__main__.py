@@ -96,15 +96,19 @@ def resolve() -> Sweep:
     model, condition = MODEL.fitted(model, CONDITION.resolve(model))
     model, sampling = PROGRAM.stored(model), SAMPLING.sampling(model)
     geometry = model.geometry_for(sampling)
-    path = CALIBRATION.value or calibration_lib.beside(model.directory)
-    calibration = None
-    try:  # one file serves all policies; HeatKV stands for any policy that uses a calibration
-        if path:
-            calibration = calibration_lib.find(HeatKV(), model, path, sampling.guidance)
-    except UserError as error:  # one beside the model that does not fit it is not used
-        if CALIBRATION.value:
-            raise
-        print(f"calibration {path} is not used: {error}", file=sys.stderr)
+    calibration, path, own = None, None, CALIBRATION.value
+    # one file serves all policies, and beside the model a second one those that are learned
+    beside = [calibration_lib.beside(model.directory, name) for name in calibration_lib.BESIDE]
+    for given in filter(None, [own] if own else beside):
+        try:  # HeatKV stands for any policy that uses a calibration
+            found = calibration_lib.find(HeatKV(), model, given, sampling.guidance)
+        except UserError as error:  # one beside the model that does not fit it is not used
+            if own:
+                raise
+            print(f"calibration {given} is not used: {error}", file=sys.stderr)
+            continue
+        calibration = calibration_lib.joined(calibration, found)
+        path = given if found.learned is None else path
     full, program = api.plan(geometry), PROGRAM.resolve(model)
     batch_size = PROGRAM.batch_size(program, model, full, condition)
     if KV_BYTES.value:
@@ -124,7 +128,7 @@ def resolve() -> Sweep:
         cells=cells,
         full=Cell("full", "full", full.budget, full),
         samples=min(SAMPLES.value, len(condition)),
-        calibration=pathlib.Path(path) if used else None,
+        calibration=pathlib.Path(path) if used and path else None,
         calibration_digest=calibration.digest if used else None,
         judges=judges.of_model(model, LPIPS, batch_size),
     )

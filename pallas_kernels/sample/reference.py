@@ -17,7 +17,7 @@ def sample(logits, noise, *, tau, strength, top_k: int, top_p: float):
 def guided(
     logits: Float[Array, "R ..."],
     tau: Float[Array, ""] | None = None,
-    strength: Float[Array, ""] | None = None,
+    strength: Float[Array, "..."] | None = None,
 ) -> Float[Array, "B ..."]:
     """Logits with temperature and guidance, each where it is given. With guidance the first half of
     the rows are conditional, the second half unconditional."""
@@ -29,7 +29,7 @@ def guided(
 def combined(
     rows: Iterable[Float[Array, "..."]],
     tau: Float[Array, ""] | None,
-    strength: Float[Array, ""] | None,
+    strength: Float[Array, "..."] | None,
 ) -> Float[Array, "..."]:
     """`guided` logits from conditional and unconditional rows; without guidance from one."""
     rows = [row if tau is None else row / tau for row in rows]

@@ -162,7 +162,10 @@ def test_missing_file(tmp_path):
 
 # --- finding ---
 
-USER, IGNORER = (SimpleNamespace(uses_calibration=uses) for uses in (True, False))
+USER, IGNORER = (
+    SimpleNamespace(uses_calibration=uses, calibration_files=("calibration.json",))
+    for uses in (True, False)
+)
 
 
 OWN, OTHER = ({"sources": [{"sha256": name}]} for name in ("own", "other"))

@@ -78,6 +78,7 @@ def test_arguments_reach_their_part():
 def test_calibration_is_used_where_a_part_does():
     assert pair("heatkv", "snapkv").uses_calibration and pair("snapkv", "hack").uses_calibration
     assert not pair("snapkv", "h2o").uses_calibration
+    assert pair("learned", "hack").calibration_files == ("learned.npz", "calibration.json")
     plan_cache(DEMO, pair("snapkv", "scalekv"))  # its selection needs none
     for names in (("heatkv", "snapkv"), ("snapkv", "hack")):
         with pytest.raises(UserError, match="a calibration"):

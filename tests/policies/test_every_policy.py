@@ -45,7 +45,14 @@ LOGITS = 1e-4  # float32: slots may come in another order
 
 @functools.cache
 def model_and_calibration(name: str):
-    """The embedded demo with the calibration in its folder, or a fixture model measured here."""
+    """The embedded demo with the calibration in its folder, or a fixture model measured here; both
+    with made up learned tables."""
+    model, calibration = model_and_measurements(name)
+    learned = models.learned_tables(model.geometry)
+    return model, dataclasses.replace(calibration, learned=learned)
+
+
+def model_and_measurements(name: str):
     if name == "demo":
         model = varjax.load(None, "float32")
         path = calibrations.beside(model.directory)

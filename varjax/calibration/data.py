@@ -4,6 +4,7 @@ scores of heads and scales that follow from it.
 Letters: K scales, L layers, N heads, T = L * N, S source scales after the sinks.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +42,9 @@ class Calibration:
       goes to earlier scales (ScaleKV's index); 0 for the first scale.
     rank_dispersion: float64 [K - 1], standard deviation of a head's rank in the order of each
       source scale over repeated calibrations, averaged over heads (HeatKV, Figure 6).
+    learned: {budget: uint8 [K - 1, L, N, F]}, how much every scale from the second on needs a token
+      that is cached, as `experiments.learn` has learned it under that budget: 255 sqrt(P), where P
+      is the probability that the scale still sees the token.
     digest: SHA-256 of the file it was read from.
     """
 
@@ -57,6 +61,7 @@ class Calibration:
     query_variance: np.ndarray | None = None
     selectivity: np.ndarray | None = None
     rank_dispersion: np.ndarray | None = None
+    learned: Mapping[float, np.ndarray] | None = None
     digest: str | None = None
 
     def check(self, geometry: Geometry) -> None:
@@ -91,6 +96,14 @@ class Calibration:
                     f"the calibration's {name} holds nothing but zeros, which no model gives: "
                     f"calibrate this model again"
                 )
+        stored = geometry.schedule.persistent_tokens
+        needed = (scales - 1, geometry.num_layers, geometry.num_heads, stored)
+        for budget, seen in (self.learned or {}).items():
+            name = f"the calibration's learned table of budget {budget:g}"
+            if (seen.dtype, seen.shape) != (np.uint8, needed):
+                raise UserError(f"{name} is {seen.dtype} {seen.shape}, not uint8 {needed}")
+            if seen.size and not seen.any():
+                raise UserError(f"{name} holds nothing but zeros: learn it again")
         if self.orders is not None:
             lists = self.orders.tolist() if isinstance(self.orders, np.ndarray) else self.orders
             if read_orders(lists, geometry).shape != np.shape(self.orders):
@@ -102,7 +115,8 @@ class Calibration:
         if self.model_digest not in (None, model_digest):
             raise UserError(
                 f"the calibration was made for other weights (of a model called {self.model!r}); "
-                f"calibrate this model: python -m experiments.calibrate"
+                f"calibrate this model: python -m experiments."
+                f"{'learn' if self.learned else 'calibrate'}"
             )
         both = (self.guidance, guidance)
         mine, other = (g if isinstance(g, str) else f"{g or 0:g}" for g in both)

@@ -1,7 +1,8 @@
 """Calibration files: finding, reading and writing them.
 
-Two kinds are read. HeatKV publishes removal orders: a JSON list with one list of [head, layer] per
-source scale, least needed first. Our own files hold a JSON object (`Calibration`).
+Three kinds are read. HeatKV publishes removal orders: a JSON list with one list of [head, layer]
+per source scale, least needed first. Our own files hold a JSON object (`Calibration`), or, of
+learned tables, an npz archive: `seen`, uint8 [budgets, K - 1, L, N, F], and `about`, a JSON text.
 """
 
 import contextlib
@@ -10,15 +11,17 @@ import hashlib
 import json
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from varjax.calibration.data import AXES, LARGEST, Calibration, cas, read_orders, scas
+from varjax.core import arguments
 from varjax.core.allocation import Geometry
 from varjax.core.errors import UserError, about, show
 from varjax.core.sequence import Schedule
-from varjax.storage import ordinary
+from varjax.storage import npz, ordinary
 from varjax.storage.atomic import new_file
 from varjax.storage.manifest import parse_json
 from varjax.storage.values import measured
@@ -26,7 +29,9 @@ from varjax.storage.values import path as path_
 
 FORMAT_VERSION = 1
 LARGEST_FILE = 256 * 2**20  # bytes
-BESIDE_CHECKPOINT = "calibration.json"  # in a checkpoint folder: used if no other file is given
+LARGEST_TABLES = 1024 * 2**20  # bytes unpacked
+# in a checkpoint folder: used if no other file is given
+BESIDE = BESIDE_CHECKPOINT, LEARNED = "calibration.json", "learned.npz"
 _SCALARS = {
     "model": str,
     "model_digest": str,
@@ -49,7 +54,8 @@ def find(
     Args:
       policy: a `Policy`; the checkpoint folder is searched only if it uses a calibration.
       model: a model, or a `Geometry` alone.
-      given: a calibration, its file, or None for `calibration.json` in the checkpoint folder.
+      given: a calibration, its file, or None for `calibration.json` in the checkpoint folder, or
+        what else the policy reads there (`Policy.calibration_files`).
       guidance: the guidance of the run (`Sampling.guidance`); None accepts any.
 
     Raises:
@@ -58,10 +64,27 @@ def find(
     """
     geometry = model if isinstance(model, Geometry) else model.geometry
     directory = None if model is geometry else model.directory
+    sources, found = [given], None
     if given is None and policy.uses_calibration:
-        given = beside(directory)
-    if given is None:
-        return None
+        sources = [beside(directory, name) for name in policy.calibration_files]
+    for one in (one for one in sources if one is not None):
+        found = joined(found, _checked(one, model, geometry, directory, guidance))
+    return found
+
+
+def joined(first: Calibration | None, second: Calibration) -> Calibration:
+    """The first one with the learned tables of the second; the second one if there is no first."""
+    return dataclasses.replace(first, learned=second.learned) if first else second
+
+
+def _checked(
+    given: Calibration | str | os.PathLike,
+    model: Any,
+    geometry: Geometry,
+    directory: str | os.PathLike | None,
+    guidance: float | str | None,
+) -> Calibration:
+    """A calibration, or that of a file; it fits the model and the guidance."""
     found, source = given, contextlib.nullcontext()
     if not isinstance(given, Calibration):
         found, source = load(path_("calibration", given), geometry), about(f"calibration {given}")
@@ -71,9 +94,11 @@ def find(
     return found
 
 
-def beside(directory: str | os.PathLike | None) -> pathlib.Path | None:
+def beside(
+    directory: str | os.PathLike | None, name: str = BESIDE_CHECKPOINT
+) -> pathlib.Path | None:
     """The calibration file of a checkpoint folder, if it has one."""
-    path = pathlib.Path(directory, BESIDE_CHECKPOINT) if directory else None
+    path = pathlib.Path(directory, name) if directory else None
     return path if path and path.is_file() else None
 
 
@@ -92,7 +117,8 @@ def save(calibration: Calibration, path: str | os.PathLike) -> None:
     readers.
     """
     content = {"format_version": FORMAT_VERSION}
-    for name in (f.name for f in dataclasses.fields(calibration) if f.name != "digest"):
+    names = (f.name for f in dataclasses.fields(calibration))
+    for name in (name for name in names if name not in ("learned", "digest")):
         if (value := getattr(calibration, name)) is not None:
             content[name] = _plain(value)
     if calibration.beta is not None and calibration.schedule is not None:
@@ -105,6 +131,17 @@ def save(calibration: Calibration, path: str | os.PathLike) -> None:
         }
     with new_file(path) as file:
         file.write(json.dumps(content, allow_nan=False).encode())
+
+
+def save_learned(calibration: Calibration, path: str | os.PathLike, notes: Mapping) -> None:
+    """Writes learned tables. notes: what else is told of them, as JSON has it."""
+    told = {name: getattr(calibration, name) for name in _SCALARS}
+    told = {name: _plain(value) for name, value in told.items() if value is not None}
+    tables = {float(budget): table for budget, table in sorted(calibration.learned.items())}
+    said = {"format_version": FORMAT_VERSION, **told, "budgets": list(tables), **notes}
+    with new_file(path) as file:
+        text = np.array(json.dumps(said, allow_nan=False))
+        np.savez_compressed(file, seen=np.stack([*tables.values()]), about=text)
 
 
 def _plain(value: object) -> object:
@@ -127,12 +164,15 @@ def load(path: str | os.PathLike, geometry: Geometry) -> Calibration:
     with about(f"calibration {path}"):
         try:
             data = ordinary.read_file(path, LARGEST_FILE)
-            content = parse_json(data.decode("utf-8"))
+            packed = data[:2] == b"PK"  # as npz archives begin
+            content = None if packed else parse_json(data.decode("utf-8"))
         except OSError as error:
             raise UserError(f"cannot read the file: {error.strerror}") from None
         except ValueError as error:
             raise UserError(f"it is not JSON: {error}") from None
         digest = hashlib.sha256(data).hexdigest()
+        if packed:
+            return _from_arrays(path, geometry, digest)
         if isinstance(content, list):
             return Calibration(orders=read_orders(content, geometry), digest=digest)
         if isinstance(content, dict):
@@ -161,5 +201,22 @@ def _from_object(content: dict, geometry: Geometry, digest: str) -> Calibration:
     if "orders" in given:
         arrays["orders"] = read_orders(given["orders"], geometry)
     complete = dataclasses.replace(found, **arrays)
+    complete.check(geometry)
+    return complete
+
+
+def _from_arrays(path: str | os.PathLike, geometry: Geometry, digest: str) -> Calibration:
+    arrays = npz.load(path, ("about", "seen"), LARGEST_TABLES)
+    if len(arrays) < 2 or arrays["about"].dtype.kind != "U" or arrays["about"].ndim:
+        raise UserError("it holds no learned tables, which are arrays `seen` and a text `about`")
+    content, seen = parse_json(str(arrays["about"])), arrays["seen"]
+    content = content if isinstance(content, dict) else {}
+    found, budgets = _from_object(content, geometry, digest), content.get("budgets")
+    if not isinstance(budgets, list) or not budgets or len(budgets) != len(seen):
+        raise UserError(f"budgets are {show(budgets)}: list one for each of {len(seen)} tables")
+    for budget in budgets:
+        arguments.number("a learned table's budget", budget, 0, 1, above=True)
+    tables = dict(zip(map(float, budgets), seen, strict=True))
+    complete = dataclasses.replace(found, learned=tables)
     complete.check(geometry)
     return complete

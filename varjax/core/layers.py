@@ -220,15 +220,16 @@ def attention_multiplier(log_scale: Float[Array, "*layers N"]) -> Float[Array, "
 def dense_attention(
     q: Float[Array, "R GN T H"],
     k: Float[Array, "R N K H"],
-    v: Float[Array, "R N K H"],
-    mask: Bool[Array, "*#of_heads T K"],
-) -> Float[Array, "R T GN H"]:
-    """Softmax attention with an explicit mask, which heads and rows may share; `q` is already
-    scaled. Query head i reads the keys and values of head i // G. It serves teacher forcing, and
-    the condition of models that draw token by token."""
+    v: Float[Array, "R N K H_v"],
+    mask: Bool[Array, "*#of_heads T K"] | None = None,
+) -> Float[Array, "R T GN H_v"]:
+    """Softmax attention with an explicit mask, which heads and rows may share, or without one; `q`
+    is already scaled. Query head i reads the keys and values of head i // G. It serves teacher
+    forcing, and the condition of models that draw token by token."""
     group = q.shape[1] // k.shape[1]
     if group > 1:
         k, v = (jnp.repeat(a, group, axis=1) for a in (k, v))
     scores = jnp.einsum("rnth,rnkh->rntk", q, k, preferred_element_type=jnp.float32)
-    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
+    scores = scores if mask is None else jnp.where(mask, scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1)
     return jnp.einsum("rntk,rnkh->rnth", weights.astype(v.dtype), v).transpose(0, 2, 1, 3)

@@ -177,6 +177,8 @@ class Policy:
     budgeted: ClassVar[bool] = True
     shrinks: ClassVar[bool] = True
     uses_calibration: ClassVar[bool] = False
+    # where it is in the folder of a checkpoint, if it is not given
+    calibration_files: ClassVar[tuple[str, ...]] = ("calibration.json",)
     # arguments that matter to `allocate`, and those that matter to its selection in capacities of
     # another policy: a composition refuses the others; None: all
     allocation_arguments: ClassVar[tuple[str, ...] | None] = None

@@ -108,8 +108,8 @@ class Sampling:
         value = getattr(self, name)
         return value if isinstance(value, tuple) else (value,) * num_scales
 
-    def at(self, name: str, scale: Int[Array, ""], num_scales: int) -> Float[Array, ""]:
-        """`cfg` or `tau` of one scale, traced."""
+    def at(self, name: str, scale: Int[Array, "..."], num_scales: int) -> Float[Array, "..."]:
+        """`cfg` or `tau` of a scale, or of several, traced."""
         return jnp.asarray(self.per_scale(name, num_scales), jnp.float32)[scale]
 
     @property

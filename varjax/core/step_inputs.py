@@ -83,7 +83,8 @@ class StepInputs:
         token = turns[0][:, :, None] * maps[:, 1, None, None] + turns[1][:, None]
         axes = [_resizing(maps[:, i], grid[i], schedule.final_map[i], resampling) for i in (0, 1)]
         (down_rows, up_rows), columns = axes
-        if np.array_equal(maps[:, 0], maps[:, 1]):
+        # a square scale alone may belong to an oblong picture
+        if np.array_equal(maps[:, 0], maps[:, 1]) and len(set(schedule.final_map)) == 1:
             columns = None, None
         return cls(
             scale=index.astype(np.int32),

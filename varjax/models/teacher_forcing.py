@@ -1,37 +1,161 @@
-"""Logits of all tokens of an image at once, given the tokens: for training, and for comparing with
-the originals. The layers are the steps of the transformers, the attention is dense.
+"""Logits of all tokens of an image at once, given the tokens: for training, for comparing with the
+originals, and for learning what heads may forget. The layers are the steps of the transformers.
+
+With gates, attention runs scale by scale: a gate in [0, 1] multiplies exp(score) of a key, for the
+queries of one scale. Its logarithm is one more channel of the keys, beside a channel of ones of the
+queries. So no mask of tokens by tokens exists, and any attention, also a fused one, gives gradients
+with respect to gates.
 
 Letters: as in `varjax.core.next_scale` and `varjax.core.next_token`; L tokens of all scales.
 """
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from flax import nnx
+from jaxtyping import Array, Float, Int, Integer, PyTree
 
 from varjax.core import layers, stacked
 from varjax.core.next_scale import NextScaleTransformer
 from varjax.core.next_token import NextTokenTransformer
+from varjax.core.sampling import Sampling
+from varjax.core.sequence import Schedule
+from varjax.core.step_inputs import StepInputs
+
+LEAST_GATE = 1e-30  # log 0 has no gradient; a key with this gate adds nothing to a float32 sum
+
+
+@dataclass(frozen=True)
+class Gates:
+    """Gates of the attention of all scales.
+
+    values: arrays with a leading axis of layers; each layer has its slice. None: the full cache,
+      which gates of one give, too, bit for bit.
+    of_layer: makes of a slice the gates of its layer, float [B or 1, K, N, tokens], of every image
+      or of all alike: [b, s, n, j] is for scale s and key j, at least for every key that is cached.
+      Its own scale a query sees ungated.
+    attention: (queries, keys [R, N, T, H + 1], values [R, N, T, H]) -> [R, T, N, H].
+    """
+
+    values: PyTree[Array] = None
+    of_layer: Callable[[PyTree[Array]], Float[Array, "B K N tokens"]] = lambda gates: gates[None]
+    attention: Callable[..., Array] = layers.dense_attention
+
+    def attended(
+        self,
+        schedule: Schedule,
+        values: PyTree[Array],
+        q: Float[Array, "R N T H"],
+        k: Float[Array, "R N T H"],
+        v: Float[Array, "R N T H"],
+    ) -> Float[Array, "R T N H"]:
+        """The attention of one layer. values: its slice."""
+        q, parts = jnp.concatenate([q, jnp.ones_like(q[..., :1])], axis=-1), []
+        gates = None if values is None else self.of_layer(values)
+        for scale, (start, end) in enumerate(zip(schedule.starts, schedule.ends, strict=True)):
+            logs = jnp.zeros((*k.shape[:2], end), jnp.float32)
+            if gates is not None:
+                older = jnp.log(jnp.maximum(gates[:, scale, :, :start], LEAST_GATE))
+                # conditional rows come first, then the unconditional ones of the same images
+                older = jnp.tile(older, (len(q) // len(gates), 1, 1))
+                logs = logs.at[:, :, :start].set(older)
+            keys = jnp.concatenate([k[:, :, :end], logs[..., None].astype(k.dtype)], axis=-1)
+            parts.append(self.attention(q[:, :, start:end], keys, v[:, :, :end]))
+        return jnp.concatenate(parts, axis=1)
 
 
 def of_scales(
-    transformer: NextScaleTransformer, context: dict, shared: PyTree, x: Float[Array, "B L D"]
-) -> Float[Array, "B L V"]:
+    transformer: NextScaleTransformer,
+    context: dict,
+    shared: PyTree,
+    x: Float[Array, "R L D"],
+    gates: Gates | None = None,
+) -> Float[Array, "R L V"]:
     """Logits of all scales at once under the block-causal mask."""
-    scale = transformer.config.schedule.scale_of_token
-    mask = jnp.asarray(scale[:, None] >= scale[None, :])
+    x = through_layers(transformer, context, shared, x, gates)
+    return transformer.plain_logits(context["head"], x)
+
+
+def through_layers(
+    transformer: NextScaleTransformer,
+    context: dict,
+    shared: PyTree,
+    x: Float[Array, "R L D"],
+    gates: Gates | None = None,
+) -> Float[Array, "R L D"]:
+    """The residual stream of all scales after the last layer. With gates a layer runs again for its
+    gradients."""
+    schedule = transformer.config.schedule
+    scale = schedule.scale_of_token
+    mask = None if gates else jnp.asarray(scale[:, None] >= scale[None, :])
 
     def layer(x, inputs):
-        block, layer_context = inputs
+        block, (layer_context, values) = inputs
         projection, x = transformer.project(block, layer_context, shared, x)
-        q, k, v = projection.queries(), projection.keys(), projection.values()
-        attended = layers.dense_attention(q, k, v, mask)
+        arrays = projection.queries(), projection.keys(), projection.values()
+        if gates:
+            attended = gates.attended(schedule, values, *arrays)
+        else:
+            attended = layers.dense_attention(*arrays, mask)
         return transformer.post_attention(block, layer_context, shared, x, attended)
 
-    layer = transformer.differentiated(layer) if transformer.differentiated else layer
-    x = stacked.scan(layer, transformer.stream(x), (transformer.blocks, context["layers"]))
-    return transformer.plain_logits(context["head"], x.settled())
+    differentiated = jax.checkpoint if gates else transformer.differentiated
+    layer = differentiated(layer) if differentiated else layer
+    inputs = (transformer.blocks, (context["layers"], gates and gates.values))
+    return stacked.scan(layer, transformer.stream(x), inputs).settled()
+
+
+# --- whole images, from tokens to guided logits --------------------------------------------------
+
+
+def steps(transformer: NextScaleTransformer) -> list[StepInputs]:
+    """The inputs of every scale, each without padding."""
+    schedule, resampling = transformer.config.schedule, transformer.resampling
+    found = [
+        StepInputs.of(schedule, range(scale, scale + 1), tokens, resampling)
+        for scale, tokens in enumerate(schedule.tokens)
+    ]
+    return [jax.tree.map(lambda a: jnp.asarray(a[0]), step) for step in found]
+
+
+def seen_codes(networks: dict[str, nnx.Module], tokens: Integer[Array, "B L *bits"]) -> Array:
+    """float32 [B, L, C]: the code map of earlier scales as every scale sees it, given the tokens of
+    all."""
+    transformer, codec = networks["transformer"], networks["codec"]
+    code_map = jnp.zeros((len(tokens), *transformer.config.code_map), jnp.float32)
+    seen, each = [], jnp.split(tokens, transformer.config.schedule.starts[1:], axis=1)
+    for step, part in zip(steps(transformer), each, strict=True):
+        seen.append(step.shrink(code_map))
+        code_map = codec.accumulate(code_map, step.enlarge(codec.codes(part)), step.scale)
+    return jnp.concatenate(seen, axis=1)
+
+
+def guided_of_scales(
+    transformer: NextScaleTransformer,
+    condition: PyTree,
+    codes: Float[Array, "B L C"],
+    sampling: Sampling,
+    gates: Gates | None = None,
+) -> Float[Array, "B L *bits V"]:
+    """Logits with temperature and guidance, before filters, of images whose tokens are given: what
+    the engine draws from at every scale. codes: `seen_codes`. condition: of the images."""
+    schedule, guided = transformer.config.schedule, transformer.config.is_guided(sampling)
+    context = transformer.encode_condition(condition, guided=guided, implementation="reference")
+    each, cut = steps(transformer), schedule.starts[1:]
+    parts = zip(jnp.split(codes, cut, axis=1), each, strict=True)
+    x = jnp.concatenate([transformer.embed(context, part, step) for part, step in parts], axis=1)
+    # one step that stands for all: scales along an axis of tokens
+    scale = jnp.asarray(schedule.scale_of_token[:, None], jnp.int32)
+    index = jnp.arange(len(scale))
+    every = replace(each[-1], scale=scale, token_index=index, cell=index)
+    shared = transformer.scale_context(context, every, sampling)
+    x = through_layers(transformer, context, shared, x, gates)
+    parts = zip(jnp.split(x, cut, axis=1), each, strict=True)
+    scores = [transformer.logits(context["head"], part, step, sampling) for part, step in parts]
+    return jnp.concatenate([score.guided() for score in scores], axis=1)
 
 
 def of_tokens(

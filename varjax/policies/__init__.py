@@ -17,6 +17,7 @@ from varjax.policies.headkv import HeadKV  # isort: skip
 from varjax.policies.table import Table  # isort: skip
 from varjax.policies.heatkv import BinaryHeatKV, HeatKV, HeatKVNaive  # isort: skip
 from varjax.policies.knapsack import Knapsack  # isort: skip
+from varjax.policies.learned import Learned  # isort: skip
 from varjax.policies.snapkv import SnapKV  # isort: skip
 from varjax.policies.h2o import H2O  # isort: skip
 from varjax.policies.scalekv import ScaleKV  # isort: skip
@@ -43,6 +44,7 @@ __all__ = [
     "HeatKV",
     "HeatKVNaive",
     "Knapsack",
+    "Learned",
     "LineAR",
     "Needs",
     "Observation",

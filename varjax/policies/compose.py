@@ -297,6 +297,11 @@ class Compose(StagedPolicy):
     def uses_calibration(self) -> bool:
         return self.allocator.uses_calibration or self.selector.uses_calibration
 
+    @property
+    def calibration_files(self) -> tuple[str, ...]:
+        users = [part for part in self._pair if part.uses_calibration]
+        return tuple(dict.fromkeys(name for part in users for name in part.calibration_files))
+
     def content(self) -> str | None:
         return ";".join(filter(None, (part.content() for part in self._pair))) or None
 

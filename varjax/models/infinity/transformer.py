@@ -199,7 +199,8 @@ class Infinity(NextScaleTransformer):
             mixed = jnp.zeros(config.depth, bool).at[jnp.asarray(inside)].set(True)
             # t in (1 + t) * cond - t * uncond
             strength = sampling.at("cfg", step.scale, config.schedule.num_scales) - 1
-            shared["mix"] = jnp.where(mixed, strength, 0)
+            # teacher forcing has a strength for each token: [T, 1]
+            shared["mix"] = jnp.where(mixed.reshape(-1, *(1,) * strength.ndim), strength, 0)
         return shared
 
     def embed(

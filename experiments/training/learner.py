@@ -1,0 +1,283 @@
+"""Learning of last uses: which head may see which token for how long, by gradients through the
+model (`varjax.models.teacher_forcing.Gates`).
+
+A token of scale j has in every head one last use u in {j, ..., K - 1}, with logits z. For every
+image a step samples last uses by Gumbel-softmax, so that attention, which renormalises, cannot
+shrink all gates at no cost; the gate of scale s is P(u >= s), stretched so that 0 and 1 are
+reached. The loss is the divergence from the full cache's logits, tokens forced. An augmented
+Lagrangian holds the expected tokens after every store at the budget. At the end the best last uses
+under the budget are those that gain most of sqrt(P(u >= s)) (`policies.last_uses`).
+
+The loss is told in parts of the first table's divergence, so that nothing here depends on how large
+a model's divergences are.
+
+Letters: B images, K scales, L layers, N heads, F tokens that are cached, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from operator import attrgetter
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int, PyTree
+
+from experiments.training.mesh import TrainingMesh
+from experiments.training.stage import pictures_of_step, whole_batches
+from varjax.core.allocation import Geometry
+from varjax.core.errors import UserError
+from varjax.core.sampling import Sampling
+from varjax.models import teacher_forcing
+from varjax.models.teacher_forcing import Gates
+from varjax.policies.last_uses import best_last_uses
+
+FIRST_LOGIT = 2.5  # of the start's last use; the others have 0
+TEMPERATURES = 0.7, 0.2  # of the samples, at the first step and at the last one
+STRETCH = 0.05  # what is cut off at both ends of a gate
+RATE, B1, B2, EPSILON = 0.15, 0.9, 0.98, 1e-15  # of Adam; its rate falls to a tenth
+WEIGHT, MULTIPLIER_STEP = 5.0, 0.5  # of a violated budget: quadratic, and of its multipliers
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Images that the full cache has drawn.
+
+    condition: arrays of all images, as `encode_condition` takes them.
+    codes: float32 [I, L, C], `teacher_forcing.seen_codes` of their tokens.
+    logits: float32 [I, L, (bits,) V], the full cache's.
+    """
+
+    condition: PyTree[np.ndarray]
+    codes: np.ndarray
+    logits: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def take(self, index: np.ndarray | slice) -> tuple:
+        return jax.tree.map(lambda a: a[index], (self.condition, self.codes, self.logits))
+
+
+@dataclass(frozen=True)
+class LearnerSettings:
+    """What decides the result besides model and samples, and how often a run says and saves what it
+    has. digest: of all that the samples depend on."""
+
+    budget: float
+    steps: int
+    batch_size: int
+    seed: int
+    digest: str
+    log_every: ClassVar[int] = 20
+    validate_every: ClassVar[int] = 100
+    checkpoint_every: ClassVar[int] = 50
+
+    @property
+    def name(self) -> str:
+        return f"budget-{self.budget:g}"
+
+    def limit(self, geometry: Geometry) -> int:
+        """Tokens that all heads may hold together after any store; `UserError` if none fits."""
+        if found := int(self.budget * geometry.dense_tokens + 1e-6):
+            return found
+        raise UserError(f"budget={self.budget:g} holds no token of this model: choose a larger one")
+
+    def deciding(self, stage: str) -> dict:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Learner:
+    """Learning under one budget, a stage of `experiments.training.loop`.
+
+    start: int [L, N, F], the last uses that it begins with.
+    """
+
+    transformer: nnx.Module
+    sampling: Sampling
+    geometry: Geometry
+    train: Samples
+    held: Samples
+    start: np.ndarray
+    settings: LearnerSettings
+    mesh: TrainingMesh = field(default=TrainingMesh())
+
+    name = property(attrgetter("settings.name"))
+    steps = property(attrgetter("settings.steps"))
+    batch_size = property(attrgetter("settings.batch_size"))
+
+    @cached_property
+    def _programs(self) -> "Programs":
+        return Programs(self.sampling, self.geometry, self.steps, self.settings.seed)
+
+    @cached_property
+    def first_divergence(self) -> float:
+        """That of the start."""
+        return max(self.divergence(self.start), 1e-9)
+
+    # --- states -----------------------------------------------------------------------------------
+
+    def _first(self) -> dict:
+        scales = self.geometry.schedule.num_scales
+        logits = FIRST_LOGIT * jax.nn.one_hot(self.start, scales)
+        multipliers = jnp.zeros((scales - 1, self.geometry.num_layers))
+        moments = self._programs.optimizer.init(logits)
+        return {"logits": logits, "optimizer": moments, "multipliers": multipliers}
+
+    @cached_property
+    def shapes(self) -> dict:
+        return jax.eval_shape(self._first)
+
+    def first_state(self) -> dict:
+        return jax.device_put(self._first(), self.places(self.shapes))
+
+    def places(self, state: dict) -> dict:
+        """Where each array of a state lies: whole on every device."""
+        one = jax.sharding.SingleDeviceSharding(jnp.zeros(()).devices().pop())
+        where = one if self.mesh.size == 1 else self.mesh.whole()
+        return jax.tree.map(lambda _: where, state)
+
+    def step(self, state: dict, n: int) -> tuple[dict, dict]:
+        settings = self.settings
+        chosen = pictures_of_step(len(self.train), self.batch_size, settings.seed, n)
+        scale = jnp.float32(self.first_divergence), jnp.float32(settings.limit(self.geometry))
+        batch = self._spread(self.train.take(chosen))
+        return self._programs.step(self._network, state, jnp.int32(n), scale, batch)
+
+    @cached_property
+    def _network(self) -> nnx.Module:
+        """The transformer, on every device of the mesh."""
+        whole = self.mesh.size > 1
+        return jax.device_put(self.transformer, self.mesh.whole()) if whole else self.transformer
+
+    def _spread(self, batch: tuple) -> tuple:
+        """Arrays of images as they are divided over the mesh."""
+        return jax.device_put(batch, self.mesh.batch()) if self.mesh.size > 1 else batch
+
+    # --- what was learned -------------------------------------------------------------------------
+
+    def keep(self, state: Mapping) -> np.ndarray:
+        """float32 [K, L, N, F]: P(u >= s), the probability that scale s may see a token."""
+        return np.moveaxis(np.asarray(self._programs.kept(state["logits"])), -1, 0)
+
+    def last_uses(self, state: Mapping) -> np.ndarray:
+        """int [L, N, F]: the best last uses under the budget."""
+        source = self._programs.source
+        limit = self.settings.limit(self.geometry)
+        return best_last_uses(np.sqrt(self.keep(state)), source, np.ones_like(source), limit)
+
+    def divergence(self, last_use: Int[np.ndarray, "L N F"]) -> float:
+        """Mean divergence of the held-back images under a table, in nats per token."""
+        scales = np.arange(self.geometry.schedule.num_scales)
+        table = (last_use[:, None] >= scales[:, None, None]).astype(np.float32)  # [L, K, N, F]
+        batches = whole_batches(len(self.held), self.batch_size)
+        batches = (self._spread(self.held.take(batch)) for batch in batches)
+        found = [self._programs.lost(self._network, table, batch) for batch in batches]
+        return float(np.mean(jax.device_get(found)))
+
+    def validate(self, state: dict) -> dict:
+        return {"KL": self.divergence(self.last_uses(state))}
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The compiled functions of all budgets; those of equal fields are the same."""
+
+    sampling: Sampling
+    geometry: Geometry
+    steps: int
+    seed: int
+
+    @cached_property
+    def source(self) -> np.ndarray:
+        """int [F]: the scale of every cached token."""
+        schedule = self.geometry.schedule
+        return schedule.scale_of_token[: schedule.persistent_tokens]
+
+    @cached_property
+    def optimizer(self) -> optax.GradientTransformation:
+        rate = optax.cosine_decay_schedule(RATE, self.steps, 0.1)
+        return optax.adam(rate, b1=B1, b2=B2, eps=EPSILON)
+
+    @partial(jax.jit, static_argnums=0)
+    def step(self, transformer: nnx.Module, state: dict, n: Array, scale: tuple, batch: tuple):
+        """The state after step n, and its metrics. scale: divergence of the start, and tokens that
+        fit."""
+        start, limit = scale
+
+        def loss_of(logits):
+            gates = self.gates(logits, key, len(batch[1]), tau)
+            lost = divergence(transformer, self.sampling, gates, batch).mean()
+            over, multipliers = self.expected(logits) / limit - 1, state["multipliers"]
+            pressed = jnp.maximum(multipliers + WEIGHT * over, 0)
+            penalty = (pressed**2 - multipliers**2).sum() / (2 * WEIGHT)
+            return lost / start + penalty, (lost, over)
+
+        first, last = TEMPERATURES
+        tau = first * (last / first) ** (n / self.steps)
+        key = jax.random.fold_in(jax.random.key(self.seed), n)
+        gradient, (lost, over) = jax.grad(loss_of, has_aux=True)(state["logits"])
+        changes, moments = self.optimizer.update(gradient, state["optimizer"])
+        new = {
+            "logits": optax.apply_updates(state["logits"], changes),
+            "optimizer": moments,
+            "multipliers": jnp.maximum(state["multipliers"] + MULTIPLIER_STEP * over, 0),
+        }
+        return state | new, {"loss": lost, "over": over.max()}
+
+    @partial(jax.jit, static_argnums=0)
+    def lost(self, transformer: nnx.Module, table: Float[Array, "L K N F"], batch: tuple) -> Array:
+        """Mean divergence of some images under a table."""
+        return divergence(transformer, self.sampling, Gates(table), batch).mean()
+
+    def existing(self, logits: Float[Array, "*L N F K"]) -> Float[Array, "*L N F K"]:
+        """Logits without last uses before a token exists."""
+        exists = np.arange(logits.shape[-1]) >= self.source[:, None]
+        return jnp.where(exists, logits, -1e9)
+
+    def kept(self, logits: Float[Array, "L N F K"]) -> Float[Array, "L N F K"]:
+        """P(u >= s) of every scale s."""
+        return kept_until(jax.nn.softmax(self.existing(logits), -1))
+
+    def expected(self, logits: Float[Array, "L N F K"]) -> Float[Array, "stores L"]:
+        """Expected tokens of all heads right after every store."""
+        later = np.arange(logits.shape[-1]) > self.source[:, None]
+        held = jnp.where(later, self.kept(logits), 0).sum((1, 2)).T  # [K, L]
+        # as `core.allocator.after_each_store`
+        done, waiting = held[1:], held[:-1]
+        return jnp.cumsum(done, -1) + waiting.sum(-1, keepdims=True) - jnp.cumsum(waiting, -1)
+
+    def gates(
+        self, logits: Float[Array, "L N F K"], key: Array, images: int, tau: Float[Array, ""]
+    ) -> Gates:
+        """Gates of sampled last uses; they are drawn layer by layer, and again for gradients."""
+
+        def of_layer(values) -> Float[Array, "B K N F"]:
+            logits, key = values
+            noise = jax.random.gumbel(key, (images, *logits.shape))
+            kept = kept_until(jax.nn.softmax((self.existing(logits) + noise) / tau, -1))
+            gates = jnp.clip((1 + 2 * STRETCH) * kept - STRETCH, 0, 1)
+            return jnp.moveaxis(gates, -1, 1)
+
+        return Gates((logits, jax.random.split(key, len(logits))), of_layer)
+
+
+def kept_until(p: Float[Array, "*shape K"]) -> Float[Array, "*shape K"]:
+    """P(u >= s) of probabilities of u."""
+    return jnp.flip(jnp.cumsum(jnp.flip(p, -1), -1), -1)
+
+
+def divergence(
+    transformer: nnx.Module, sampling: Sampling, gates: Gates, batch: tuple
+) -> Float[Array, "B L"]:
+    """KL from the full cache's distribution of every token; of one of bits the sum over them."""
+    condition, codes, reference = batch
+    found = teacher_forcing.guided_of_scales(transformer, condition, codes, sampling, gates)
+    p, q = (jax.nn.log_softmax(x.astype(jnp.float32), axis=-1) for x in (reference, found))
+    return (jnp.exp(p) * (p - q)).sum(-1).reshape(*codes.shape[:2], -1).sum(-1)

@@ -1,0 +1,189 @@
+"""`experiments.learn`: tables that beat their start, resumed exactly, for one model only."""
+
+import errno
+import json
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.training import learner
+from experiments.training.learner import LearnerSettings, Programs
+from tests import models_under_test as models
+from varjax.calibration import files as calibrations
+from varjax.core.allocator import after_each_store
+from varjax.core.planner import plan_cache
+from varjax.models.loading import load
+from varjax.policies import Learned
+
+BUDGETS, STEPS = "0.1,0.3", 20
+SMALL = ("--num_samples=8", f"--steps={STEPS}", "--batch_size=4", f"--budgets={BUDGETS}")
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch):
+    """Saves within a run so short."""
+    monkeypatch.setattr(LearnerSettings, "checkpoint_every", 8)
+
+
+@pytest.fixture(scope="module")
+def folder():
+    return models.checkpoint_folder("b_k6_sharedaln")
+
+
+@pytest.fixture
+def written(call, folder, tmp_path_factory):
+    """(the file, what the command printed); written once."""
+    path = tmp_path_factory.getbasetemp() / "learned-test.npz"
+    told = path.with_suffix(".txt")
+    if not path.exists():
+        status, out, err = call("learn", f"--checkpoint={folder}", *SMALL, f"--out={path}")
+        assert status == 0, err
+        told.write_text(out + err)
+    return path, told.read_text()
+
+
+def test_tables_lose_less_than_their_start(written, folder):
+    path, told = written
+    assert "validation KL" in told and "| budget | knapsack | learned |" in told
+    assert not path.with_name(f"{path.name}.partial").exists()
+    model = load(folder, "float32")
+    found = calibrations.load(path, model.geometry)
+    assert list(found.learned) == [0.1, 0.3] and found.num_samples == 8
+    about = json.loads(str(np.load(path)["about"]))
+    assert about["steps"] == STEPS and "jax" in about["versions"]
+    for knapsack, learned in zip(*about["held_back"].values(), strict=True):
+        assert learned < knapsack
+    for budget in (0.05, 0.1, 0.3, 0.8):  # of one table, of the next larger, above all of them
+        plan = plan_cache(model.geometry, Learned(budget=budget), found)
+        assert plan.static_content and plan.pool_tokens <= budget * model.geometry.dense_tokens
+        assert plan.policy.table is found.learned[0.1 if budget < 0.2 else 0.3]
+
+
+def test_a_killed_run_gives_the_same_file(written, call, folder, tmp_path, monkeypatch):
+    """Killed in the second budget, past a save."""
+    path, out = written[0], tmp_path / "again.npz"
+    step, steps = learner.Learner.step, []
+
+    def dies(self, state, n):
+        steps.append((self.name, n))
+        if len(steps) == STEPS + 15:
+            raise KeyboardInterrupt
+        return step(self, state, n)
+
+    arguments = (f"--checkpoint={folder}", *SMALL, f"--out={out}")
+    with monkeypatch.context() as patch:
+        patch.setattr(learner.Learner, "step", dies)
+        assert call("learn", *arguments)[0] != 0
+    assert not out.exists() and steps[-1] == ("budget-0.3", 14)
+    status, _, err = call("learn", *arguments[:-1], f"--out={out}", "--seed=1")
+    assert status == 2 and "seed was 0, now 1" in err
+    status, _, err = call("learn", *arguments)
+    assert status == 0 and "budget-0.3: resuming after step 8 of 20" in err, err
+    np.testing.assert_array_equal(np.load(path)["seen"], np.load(out)["seen"])
+
+
+def test_a_full_disk_leaves_nothing_half_written(call, folder, tmp_path, monkeypatch):
+    def full(*a, **k):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    out = tmp_path / "learned.npz"
+    small = (*SMALL[:-1], "--budgets=0.3")
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "savez_compressed", full)
+        status, _, err = call("learn", f"--checkpoint={folder}", *small, f"--out={out}")
+    assert status != 0 and "No space left" in err
+    assert [p.name for p in tmp_path.iterdir()] == ["learned.npz.partial"]
+    assert call("learn", f"--checkpoint={folder}", *small, f"--out={out}")[0] == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["learned.npz"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--checkpoint=demo-llamagen",), "draws token by token"),
+        (("--budgets=0.00001",), "budget=1e-05 holds no token of this model"),
+        (("--budgets=0.1,2",), "2 is outside (0, 1]"),
+        (("--num_samples=0",), "num_samples"),
+        (("--mesh=data=64",), "takes 64 devices"),
+        (("--out=nowhere/learned.npz",), "there is no folder"),
+    ],
+)
+def test_what_it_refuses(refused, flags, message):
+    refused("learn", message, "--out=learned.npz", *flags)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_digest": "0" * 64}, "other weights .* experiments.learn"),
+        ({"guidance": 3.0}, "made with guidance cfg=3, this run uses cfg=1.5"),
+        ({"schedule": "1x1;2x2"}, "another model: its schedule"),
+        ({"budgets": [0.1]}, "list one for each of 2 tables"),
+        ({"budgets": [0.1, float("nan")]}, "budget"),
+        ({"seen": np.zeros((2, 5), np.uint8)}, "is uint8 .5,., not uint8 .5, "),
+        ({"seen": lambda seen: seen * np.nan}, "is float64"),
+        ({"seen": lambda seen: seen * 0}, "nothing but zeros"),
+        (None, "there is no file|cannot read the file"),
+    ],
+)
+def test_files_that_are_refused(written, call, folder, tmp_path, change, message):
+    """Before anything is compiled: by a run, and by planning."""
+    arrays, path = dict(np.load(written[0])), tmp_path / "other.npz"
+    if change is not None:
+        for name, value in change.items():
+            if name == "seen":
+                arrays["seen"] = value(arrays["seen"]) if callable(value) else value
+            else:
+                arrays["about"] = np.array(json.dumps(json.loads(str(arrays["about"])) | change))
+        np.savez(path, **arrays)
+    flags = ("--policy=learned", "--budget=0.3", "--labels=1", f"--learned={path}", "--dry_run")
+    status, _, err = call("run", f"--checkpoint={folder}", *flags)
+    assert status == 2, err
+    assert re.search(message, err), err
+
+
+def test_the_file_in_the_checkpoint_folder(written, call, folder, tmp_path):
+    """It is taken, for its own guidance."""
+    own = tmp_path / "own"
+    shutil.copytree(folder, own)
+    flags = (f"--checkpoint={own}", "--policy=learned", "--budget=0.3", "--labels=1", "--dry_run")
+    status, _, err = call("run", *flags)
+    assert status == 2 and "`python -m experiments.learn` writes learned.npz" in err
+    shutil.copy(written[0], own / "learned.npz")
+    assert call("run", *flags)[0] == 0
+    status, _, err = call("run", *flags, "--cfg=3")
+    assert status == 2 and "learned.npz: the calibration was made with guidance cfg=1.5" in err
+
+
+# --- the mathematics ---
+
+
+def test_expected_tokens_of_certain_last_uses():
+    """They are the tokens that the cache then holds."""
+    geometry = models.fixture_model("b_k6_sharedaln").geometry
+    programs = Programs(models.fixture_model("b_k6_sharedaln").sampling(), geometry, 1, 0)
+    scales, source = geometry.schedule.num_scales, programs.source
+    shape = (geometry.num_layers, geometry.num_heads, source.size)
+    last = np.maximum(source, np.random.default_rng(0).integers(0, scales, shape))
+    found = programs.expected(1e4 * jax.nn.one_hot(last, scales))
+    each = np.arange(scales)[:, None, None, None]
+    held = ((last >= each) & (source < each)).sum((-1, -2))
+    np.testing.assert_allclose(found, after_each_store(held)[:-1], rtol=1e-5)
+
+
+def test_sampled_gates_follow_their_probabilities():
+    """Cold samples are 0 or 1, and on average P(u >= s)."""
+    model = models.fixture_model("b_k6_sharedaln")
+    geometry = model.geometry
+    programs = Programs(model.sampling(), geometry, 1, 0)
+    shape = (1, 1, programs.source.size, geometry.schedule.num_scales)
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+    gates = programs.gates(logits, jax.random.key(0), 4000, jnp.float32(1e-3))
+    drawn = np.asarray(gates.of_layer(jax.tree.map(lambda a: a[0], gates.values)))[:, :, 0]
+    assert np.isin(drawn, (0, 1)).mean() > 0.99
+    expected = np.moveaxis(np.asarray(programs.kept(logits))[0, 0], -1, 0)
+    np.testing.assert_allclose(drawn.mean(0), expected, atol=0.05)

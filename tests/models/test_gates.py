@@ -1,0 +1,80 @@
+"""Gates of teacher forcing: of one they change nothing; a hard table is what the engine runs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.evaluation.metrics import image_kl
+from tests import models_under_test as models
+from varjax.core.sampling import Sampling
+from varjax.models import teacher_forcing
+from varjax.models.teacher_forcing import Gates
+from varjax.policies import Table
+
+NUMBERS = np.arange(2)
+CASES = [*models.FAMILIES.values(), "inside"]  # guidance on the logits, or inside the network
+
+
+@functools.cache
+def drawn(case: str):
+    """The model, its sampling, and what the full cache draws: tokens and logits."""
+    model = models.fixture_model(models.FAMILIES["infinity"] if case == "inside" else case)
+    inside = {"cfg_insertion_layer": (-1,)} if case == "inside" else {}
+    sampling = Sampling(cfg=1.5, greedy=True, **inside)
+    return model, sampling, run(model, sampling)
+
+
+def run(model, sampling, policy="full", tokens=None):
+    exact = {"keep_logits": True, "segments": 1, "matmul_precision": "highest"}
+    generator = models.built(model, policy, sampling=sampling, batch_size=2, **exact)
+    arrays = models.arrays_of(model, NUMBERS)
+    return generator.run_batch(arrays, NUMBERS, given=tokens)[0]
+
+
+def forced(model, sampling, tokens, table=None):
+    """Guided logits with the table bool [K, L, N, tokens] for gates; None: of the full cache."""
+    values = None if table is None else jnp.moveaxis(jnp.asarray(table, jnp.float32), 1, 0)
+    gates = Gates(values)
+    with jax.default_matmul_precision("highest"):
+        codes = jax.jit(teacher_forcing.seen_codes)(model.networks, tokens)
+        condition = jax.tree.map(jnp.asarray, models.arrays_of(model, NUMBERS))
+        logits = functools.partial(teacher_forcing.guided_of_scales, sampling=sampling, gates=gates)
+        return jax.jit(logits)(model.transformer, condition, codes)
+
+
+def table_of(model, kept):
+    """A random table bool [K, L, N, tokens] that keeps such a part of the tokens at every scale."""
+    schedule, config = model.config.schedule, model.config
+    later = np.arange(schedule.num_scales)[:, None] > schedule.scale_of_token
+    shape = (config.depth, config.num_heads, schedule.total_tokens)
+    lasting = np.random.default_rng(0).random((schedule.num_scales, *shape)) < kept
+    return (
+        np.cumprod(np.where(later[:, None, None], lasting, True), axis=0).astype(bool)
+        & later[:, None, None]
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gates_of_one_are_the_full_cache(case):
+    model, sampling, full = drawn(case)
+    plain = forced(model, sampling, full["tokens"])
+    ones = forced(model, sampling, full["tokens"], np.ones_like(table_of(model, 1)))
+    np.testing.assert_array_equal(ones, plain)
+    np.testing.assert_allclose(ones, full["logits"], atol=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_table_by_gates_is_the_engine(case, tmp_path):
+    """The divergence of each image from the full cache, its tokens forced."""
+    model, sampling, full = drawn(case)
+    table = table_of(model, 0.6)
+    np.savez(tmp_path / "keep.npz", keep_token=table)
+    policy = Table(path=str(tmp_path / "keep.npz"))
+    engine = run(model, sampling, policy, full["tokens"])["logits"]
+    gated = forced(model, sampling, full["tokens"], table)
+    expected = image_kl(full["logits"], engine)
+    assert expected.min() > 1e-3
+    np.testing.assert_allclose(image_kl(full["logits"], gated), expected, atol=1e-4)
