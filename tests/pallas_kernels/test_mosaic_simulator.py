@@ -56,6 +56,14 @@ def copies(monkeypatch):
     assert not broken, broken[:3]
 
 
+@pytest.fixture
+def traced_anew():
+    """What a test changes in a kernel counts in this test alone: traces are kept."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(params=CAPABILITIES)
 def chip(request, monkeypatch):
     """The compute capability of the chip that is traced for."""
@@ -89,6 +97,7 @@ def test_attend(chip, spec, capsys):
         check_attend(replace(spec, filling=filling), run, capsys)
 
 
+@pytest.mark.usefixtures("traced_anew")
 def test_finite_values_are_not_cleared(monkeypatch, capsys):
     """Own keys fill their tiles: the chip has zeros behind an array's end, the simulator NaN."""
     monkeypatch.setattr(mosaic_gpu, "_clear", None)
@@ -105,6 +114,7 @@ SEVERAL = {  # more steps than places
 }
 
 
+@pytest.mark.usefixtures("traced_anew")
 @pytest.mark.parametrize("spec", SEVERAL.values(), ids=SEVERAL)
 def test_several_tiles_of_a_program(chip, spec, monkeypatch, capsys):
     """Programs go from tile to tile, of this head and of others. One has more tiles than others."""
@@ -247,6 +257,7 @@ def test_sample(shape, capsys):
 # --- mistakes that the simulator has to see -------------------------------------------------------
 
 
+@pytest.mark.usefixtures("traced_anew")
 def test_a_place_that_is_filled_too_early_is_seen(monkeypatch, capsys):
     """Without waiting until a place is free, keys are overwritten while they are used."""
     every = mosaic_gpu.fetch_all
@@ -266,6 +277,7 @@ def test_a_place_that_is_filled_too_early_is_seen(monkeypatch, capsys):
         assert no_races(capsys), "race"
 
 
+@pytest.mark.usefixtures("traced_anew")
 @pytest.mark.parametrize(
     ("wait", "message"),
     [("barrier_wait", UNWAITED), ("wait_load_tmem", RACE)],
