@@ -157,8 +157,11 @@ class Learner:
         return jax.device_put(self.transformer, self.mesh.whole()) if whole else self.transformer
 
     def _spread(self, batch: tuple) -> tuple:
-        """Arrays of images as they are divided over the mesh."""
-        return jax.device_put(batch, self.mesh.batch()) if self.mesh.size > 1 else batch
+        """Arrays of images as they are divided over the mesh; whole where they cannot be."""
+        if self.mesh.size == 1:
+            return batch
+        even = len(batch[1]) % self.mesh.size == 0
+        return jax.device_put(batch, self.mesh.batch() if even else self.mesh.whole())
 
     # --- what was learned -------------------------------------------------------------------------
 

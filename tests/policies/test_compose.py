@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.models_under_test import learned_tables
 from tests.policies.observations import CAPACITIES, DEMO, check_counts, observation
 from varjax import policies
 from varjax.calibration.data import Calibration
@@ -28,6 +29,7 @@ def calibration(geometry: Geometry) -> Calibration:
         key_discrepancy=rng.random((layers, scales)),
         query_variance=rng.random((layers, heads)),
         selectivity=rng.random((layers, scales)),
+        learned=learned_tables(geometry),
     )
 
 

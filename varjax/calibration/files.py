@@ -62,14 +62,16 @@ def find(
       UserError: the calibration cannot be read, or it was made for a model of another shape, for
         other weights than those in the model's folder, or with other guidance.
     """
-    geometry = model if isinstance(model, Geometry) else model.geometry
-    directory = None if model is geometry else model.directory
     sources, found = [given], None
     if given is None and policy.uses_calibration:
-        sources = [beside(directory, name) for name in policy.calibration_files]
+        sources = [beside(_folder(model), name) for name in policy.calibration_files]
     for one in (one for one in sources if one is not None):
-        found = joined(found, _checked(one, model, geometry, directory, guidance))
+        found = joined(found, _checked(one, model, guidance))
     return found
+
+
+def _folder(model: Any) -> pathlib.Path | None:
+    return None if isinstance(model, Geometry) else model.directory
 
 
 def joined(first: Calibration | None, second: Calibration) -> Calibration:
@@ -77,18 +79,13 @@ def joined(first: Calibration | None, second: Calibration) -> Calibration:
     return dataclasses.replace(first, learned=second.learned) if first else second
 
 
-def _checked(
-    given: Calibration | str | os.PathLike,
-    model: Any,
-    geometry: Geometry,
-    directory: str | os.PathLike | None,
-    guidance: float | str | None,
-) -> Calibration:
+def _checked(given: Any, model: Any, guidance: float | str | None) -> Calibration:
     """A calibration, or that of a file; it fits the model and the guidance."""
     found, source = given, contextlib.nullcontext()
     if not isinstance(given, Calibration):
+        geometry = model if isinstance(model, Geometry) else model.geometry
         found, source = load(path_("calibration", given), geometry), about(f"calibration {given}")
-    if directory is not None:
+    if _folder(model) is not None:
         with source:
             found.check_origin(model_digest(model.metadata), guidance)
     return found
