@@ -10,9 +10,8 @@ item takes its best last use alone.
 
 Prices rise where a row is too full and fall where there is room, then all together until everything
 fits; with many items first for a sample of them. What they leave over is filled by the best gains
-per token that still fit, and where items are few, pairs of them are exchanged. On the embedded
-models this keeps at least 99 % of the optimum of an integer programme
-(tests/policies/test_knapsack.py).
+per token that still fit; few items are searched at these prices. On the embedded models this keeps
+at least 99.5 % of the optimum of an integer programme (tests/policies/test_knapsack.py).
 
 Letters: K scales, of which K - 1 store, L layers, N heads, X items of a head.
 """
@@ -27,9 +26,10 @@ from varjax.core.allocator import after_each_store
 STEPS, DAMPING, LARGEST_STEP = 100, 15, 0.5  # of the prices, which move by factors
 SAMPLE, LAST_STEPS = 48, 12  # items of a head and source in the sample; steps with all items
 RISE, GROWTH = 0.002, 1.2  # of all prices together; the rise grows
-# Of few items, one decides much: several solutions are filled, some at prices below the last ones
-# with gains that are shaken, so that alike items part.
-FEW, STARTS, SHAKEN, BELOW = 300, 6, 0.15, 0.9
+# Of few items, one decides much. Searches: factors of all prices, states, last uses of an item,
+# factor of lacking room's price; then how many with how many items, and their states.
+FEW, FACTORS, BEAM, OPTIONS, DEARER = 300, (0.95, 1, 1.05), 1000, 4, 2
+ROUNDS, SOME, BEAM_OF_SOME = 60, 50, 200
 LISTED, TOGETHER = 20_000, 128  # extensions that filling looks at, and adds, at once
 
 
@@ -107,22 +107,6 @@ class _Problem:
             begin += picked.size
         return _Problem((*self.shape[:3], begin), groups)
 
-    def shaken(self, rng: np.random.Generator) -> "_Problem":
-        """The same items, each of which gains a little more or less."""
-        factor = np.exp(SHAKEN * rng.standard_normal(self.shape[1:]))
-        groups = [
-            _Group(g.source, g.gained * factor[..., g.items], g.size, g.items) for g in self.groups
-        ]
-        return _Problem(self.shape, groups)
-
-    def worth(self, last: Int[np.ndarray, "L N X"]) -> float:
-        total = 0.0
-        for group in self.groups:
-            until = last[None, ..., group.items].astype(np.int64) - group.source
-            per_token = np.take_along_axis(group.gained, until, 0).sum((0, 1, 2), np.float64)
-            total += float(per_token @ group.size)
-        return total
-
     def rows(self, last: Int[np.ndarray, "L N X"]) -> Float[np.ndarray, "stores L"]:
         """Tokens held right after each layer of each scale but the last has stored."""
         scales, layers = self.shape[:2]
@@ -195,32 +179,26 @@ def _room_until(left: np.ndarray, scales: int, layers: int) -> Int[np.ndarray, "
 
 def _solution(problem: _Problem, room: Int[np.ndarray, "stores L"]) -> np.ndarray:
     """The best solution found."""
-    prices, found = _settled(problem, room)
-    starts = [_raised(problem, prices, room)]
+    prices = _settled(problem, room)
+    last = _filled(problem, _raised(problem, prices, room), room)
     if np.prod(problem.shape[1:]) <= FEW:
-        rng = np.random.default_rng(0)
-        starts += sorted(found, key=problem.worth)[-STARTS:]
-        starts += [_raised(problem.shaken(rng), BELOW * prices, room) for _ in range(STARTS)]
-    finish = _exchanged if len(starts) > 1 else _filled
-    return max((finish(problem, last, room) for last in starts), key=problem.worth)
+        last = _filled(problem, _searched(problem, last, prices, room), room)
+    return last
 
 
-def _settled(problem: _Problem, room: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Prices [stores, L] at which the rows are nearly full, and solutions on the way that fit."""
+def _settled(problem: _Problem, room: np.ndarray) -> Float[np.ndarray, "stores L"]:
+    """Prices at which the rows are nearly full."""
     mean = np.mean([group.gained[-1].mean() / len(group.gained) for group in problem.groups])
-    prices, found = np.full(room.shape, max(float(mean), 1e-12)), {}
+    prices = np.full(room.shape, max(float(mean), 1e-12))
     sample = problem.sample()
     stages = [problem] * STEPS
     if sample.shape != problem.shape:
         stages = [sample] * STEPS + [problem] * LAST_STEPS
     for step, part in enumerate(stages):
-        last = part.chosen(prices)
-        held = part.rows(last)
-        if part is problem and (held <= room).all():
-            found[last.tobytes()] = last
+        held = part.rows(part.chosen(prices))
         excess = np.clip(held / np.maximum(room, 1) - 1, -LARGEST_STEP, LARGEST_STEP)
         prices = np.maximum(prices * np.exp(excess / (1 + min(step, STEPS) / DAMPING)), 1e-12)
-    return prices, list(found.values())
+    return prices
 
 
 def _raised(problem: _Problem, prices: np.ndarray, room: np.ndarray) -> np.ndarray:
@@ -237,20 +215,13 @@ def _filled(problem: _Problem, last: np.ndarray, room: np.ndarray) -> np.ndarray
     last, left = last.copy(), (room - problem.rows(last)).astype(np.int64).ravel()
     while (found := problem.extensions(last, left))[0].size:
         for begin in range(0, found[0].size, TOGETHER):
-            _extend(last, left, *(a[begin : begin + TOGETHER] for a in found))
+            _extend(last, left, [a[begin : begin + TOGETHER] for a in found])
     return last
 
 
-def _extend(
-    last: np.ndarray,
-    left: np.ndarray,
-    item: np.ndarray,
-    first: np.ndarray,
-    behind: np.ndarray,
-    until: np.ndarray,
-    size: np.ndarray,
-) -> None:
+def _extend(last: np.ndarray, left: np.ndarray, found: list[np.ndarray]) -> None:
     """Makes those of the extensions, in their order, for which there is still room."""
+    item, first, behind, until, size = found
     rows = np.arange(left.size)
     takes = ((first[:, None] <= rows) & (rows < behind[:, None])) * size[:, None]
     while item.size:
@@ -264,37 +235,61 @@ def _extend(
         item, until, takes = item[count:], until[count:], takes[count:]
 
 
-def _exchanged(problem: _Problem, last: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """The solution after exchanges, the best one first: while it pays, an item is kept for longer
-    in the room of another one that is kept for less. Looks at all pairs: for few items."""
+def _searched(
+    problem: _Problem, last: np.ndarray, prices: np.ndarray, room: np.ndarray
+) -> np.ndarray:
+    """The solution after beam searches where they find a better one: for all items at several
+    prices, then for some while the others stay. For few items: a table holds all their choices."""
+    gained, takes = _choices(problem)
+    every, rng = np.arange(len(gained)), np.random.default_rng(0)
+    now = last.ravel().astype(np.int64)
+    rounds = [(every, BEAM, factor) for factor in FACTORS]
+    rounds += [(rng.permutation(every)[:SOME], BEAM_OF_SOME, 1) for _ in range(ROUNDS)]
+    for free, width, factor in rounds:
+        left = room.ravel() - takes[every, now].sum(0) + takes[free, now[free]].sum(0)
+        new = _beam(gained[free], takes[free], factor * prices.ravel(), left, width)
+        better = gained[free, new].sum() >= gained[free, now[free]].sum()
+        if better and (takes[free, new].sum(0) <= left).all():
+            now[free] = new
+    return now.reshape(last.shape).astype(np.int8)
+
+
+def _choices(problem: _Problem) -> tuple[np.ndarray, np.ndarray]:
+    """What every item gains up to every last use, [I, K], and what it takes, [I, K, rows]."""
     scales, layers, *_ = problem.shape
-    rows, layer = np.arange(room.size), np.arange(layers)[:, None, None, None, None]
-    gained = np.full((*last.shape, scales), -np.inf)
-    takes = np.zeros((*gained.shape, room.size), np.int64)
+    rows, layer = np.arange((scales - 1) * layers), np.arange(layers)[:, None, None, None, None]
+    gained = np.full((*problem.shape[1:], scales), -np.inf)
+    takes = np.zeros((*gained.shape, rows.size))
     for group in problem.groups:
         j, mine = group.source, np.s_[:, :, group.items, group.source :]
         gained[mine] = np.moveaxis(group.gained, 0, -1) * group.size[:, None]
         behind = np.arange(j, scales)[:, None] * layers + layer
-        takes[mine] = ((j * layers + layer <= rows) & (rows < behind)) * group.size[:, None, None]
-    gained, takes = gained.reshape(-1, scales), takes.reshape(-1, scales, room.size)
-    every = np.arange(len(gained))
-    while True:
-        last = _filled(problem, last, room)
-        now = last.reshape(-1)
-        more = gained - gained[every, now][:, None]
-        added = takes - takes[every, now][:, None]
-        longer, shorter = np.argwhere(more > 0).T, np.argwhere(np.isfinite(more) & (more < 0)).T
-        pays = more[tuple(longer)][:, None] + more[tuple(shorter)]
-        pays[(pays <= 1e-9) | (longer[0][:, None] == shorter[0])] = 0
-        a, b = np.nonzero(pays)
-        left = room.ravel() - takes[every, now].sum(0)
-        fits = np.ones(a.size, bool)
-        for one, other, most in zip(
-            added[tuple(longer)].T, added[tuple(shorter)].T, left, strict=True
-        ):
-            fits &= one[a] + other[b] <= most
-        if not fits.any():
-            return last
-        best = np.flatnonzero(fits)[pays[a[fits], b[fits]].argmax()]
-        for item, until in (longer[:, a[best]], shorter[:, b[best]]):
-            now[item] = until
+        takes[mine] = (j * layers + layer <= rows) & (rows < behind)
+        takes[mine] *= group.size[:, None, None]
+    return gained.reshape(-1, scales), takes.reshape(-1, scales, rows.size)
+
+
+def _beam(
+    gained: np.ndarray, takes: np.ndarray, price: np.ndarray, room: np.ndarray, width: int
+) -> Int[np.ndarray, " I"]:
+    """The best solution of a beam search, which may not fit. It decides item by item, large ones
+    first, so that small ones fill what these leave. The states stay that lose least: net gain
+    against the best last uses at these prices, and the price of the room that would be left over
+    if the other items took theirs; room that would lack is dearer."""
+    every, lack = np.arange(len(gained)), DEARER * np.maximum(price, price.mean())
+    net = gained - takes @ price
+    likely = np.argsort(-net, 1, kind="stable")[:, :OPTIONS]
+    best, loss = likely[:, 0], net.max(1, keepdims=True) - net
+    left, lost, steps = (room - takes[every, best].sum(0))[None], np.zeros(1), []
+    for i in np.lexsort((loss[every, likely[:, 1]], -takes[:, -1].max(1))):
+        until = likely[i][np.isfinite(loss[i, likely[i]])]
+        left = (left[:, None] + takes[i, best[i]] - takes[i, until]).reshape(-1, room.size)
+        lost = (lost[:, None] + loss[i, until]).ravel()
+        score = lost + np.maximum(left, 0) @ price - np.minimum(left, 0) @ lack
+        kept = np.unique(score.astype(np.float32), return_index=True)[1][:width]  # best first
+        left, lost = left[kept], lost[kept]
+        steps.append((i, kept // until.size, until[kept % until.size]))
+    state, last = int((left >= 0).all(1).argmax()), best.copy()  # the first that fits
+    for i, parent, until in reversed(steps):
+        last[i], state = until[state], parent[state]
+    return last
