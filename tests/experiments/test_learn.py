@@ -19,7 +19,7 @@ from varjax.core.planner import plan_cache
 from varjax.models.loading import load
 from varjax.policies import Learned
 
-BUDGETS, STEPS = "0.1,0.3", 20
+BUDGETS, STEPS = "0.1,0.3", 40
 SMALL = ("--num_samples=8", f"--steps={STEPS}", "--batch_size=4", f"--budgets={BUDGETS}")
 
 
@@ -63,6 +63,7 @@ def test_tables_lose_less_than_their_start(written, folder):
         assert plan.policy.table is found.learned[0.1 if budget < 0.2 else 0.3]
 
 
+@pytest.mark.slow
 def test_a_killed_run_gives_the_same_file(written, call, folder, tmp_path, monkeypatch):
     """Killed in the second budget, past a save."""
     path, out = written[0], tmp_path / "again.npz"
@@ -82,7 +83,7 @@ def test_a_killed_run_gives_the_same_file(written, call, folder, tmp_path, monke
     status, _, err = call("learn", *arguments[:-1], f"--out={out}", "--seed=1")
     assert status == 2 and "seed was 0, now 1" in err
     status, _, err = call("learn", *arguments)
-    assert status == 0 and "budget-0.3: resuming after step 8 of 20" in err, err
+    assert status == 0 and f"budget-0.3: resuming after step 8 of {STEPS}" in err, err
     np.testing.assert_array_equal(np.load(path)["seen"], np.load(out)["seen"])
 
 
@@ -91,7 +92,7 @@ def test_a_full_disk_leaves_nothing_half_written(call, folder, tmp_path, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     out = tmp_path / "learned.npz"
-    small = (*SMALL[:-1], "--budgets=0.3")
+    small = (*SMALL[:-1], "--budgets=0.3", "--steps=8")
     with monkeypatch.context() as patch:
         patch.setattr(np, "savez_compressed", full)
         status, _, err = call("learn", f"--checkpoint={folder}", *small, f"--out={out}")
