@@ -11,6 +11,8 @@ from varjax.policies.last_uses import best_last_uses
 from varjax.policies.registry import register
 from varjax.policies.scale_rule import CONTENTS_FOLLOW, ScaleRule, measured
 
+LAST_LAYER = 0.85  # what mass is worth in the last layer, 1 in the first, evenly between
+
 
 class KnapsackScales(ScaleRule):
     """Which head sees which scale for how long, from the measured attention of scales."""
@@ -31,10 +33,11 @@ class KnapsackScales(ScaleRule):
 
     def allocate(self, geometry: Geometry, budget: float) -> StaticAllocation:
         beta, schedule = np.asarray(self.policy._calibration.beta, np.float64), geometry.schedule
+        weight = np.linspace(1, LAST_LAYER, geometry.num_layers)[:, None, None]
         stored = np.arange(schedule.num_scales - 1)
         size = np.array(schedule.tokens)[stored]
         last_use = best_last_uses(
-            np.moveaxis(beta, 2, 0)[..., stored],
+            np.moveaxis(beta, 2, 0)[..., stored] * weight,
             stored,
             size,
             int(budget * geometry.dense_tokens + 1e-6),
@@ -56,7 +59,8 @@ class Knapsack(Policy):
     and what to keep, and how long, is a knapsack.
 
     1. Worth: beta[k, j] of a head, the attention mass of scale k on scale j, averaged over queries
-       and samples. Keeping scale j up to scale u is worth beta[j + 1, j] + ... + beta[u, j].
+       and samples. Keeping scale j up to scale u is worth beta[j + 1, j] + ... + beta[u, j]; a
+       little less in later layers, since what a layer misses goes through all layers behind it.
     2. Cost: the tokens of scale j, in all scales from j + 1 to u.
     3. Budget: after every layer of every scale all heads of all layers together hold at most
        b * F * L * N tokens.
