@@ -80,7 +80,7 @@ class LearnerSettings:
 
     @property
     def name(self) -> str:
-        return f"budget-{self.budget:g}"
+        return f"budget-{self.budget!r}"
 
     def limit(self, geometry: Geometry) -> int:
         """Tokens that all heads may hold together after any store; `UserError` if none fits."""

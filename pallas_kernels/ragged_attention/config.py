@@ -134,7 +134,7 @@ def heuristic(call: Call, implementation: str) -> Config:
     # int8 pool, which lie there a second time in bfloat16. Of programs of one warpgroup three have
     # room on a multiprocessor, with three steps each (heads of 128: two, with two steps).
     # Steps of 128 keys are faster where registers hold their scores and tables are long enough: 566
-    # us in place of 622 for 256 queries of VAR-d30 (H100, 128 rows).
+    # us in place of 590 for 256 queries of VAR-d30, 217 in place of 199 for 100 (H100, 128 rows).
     scaled = call.kv_dtype == "int8"
     if call.queries > 128 and call.head_dim == 64 and not scaled:
         wide = call.queries > 192

@@ -128,6 +128,9 @@ def test_what_it_refuses(refused, flags, message):
         ({"seen": np.zeros((2, 5), np.uint8)}, "is uint8 .5,., not uint8 .5, "),
         ({"seen": lambda seen: seen * np.nan}, "is float64"),
         ({"seen": lambda seen: seen * 0}, "nothing but zeros"),
+        ({"seen": np.uint8(1)}, "it holds no learned tables"),
+        ({"about": "{no JSON"}, "it holds no learned tables"),
+        ({"budgets": [0.1, 0.1]}, "each has one table"),
         (None, "there is no file|cannot read the file"),
     ],
 )
@@ -136,8 +139,8 @@ def test_files_that_are_refused(written, call, folder, tmp_path, change, message
     arrays, path = dict(np.load(written[0])), tmp_path / "other.npz"
     if change is not None:
         for name, value in change.items():
-            if name == "seen":
-                arrays["seen"] = value(arrays["seen"]) if callable(value) else value
+            if name in arrays:
+                arrays[name] = value(arrays[name]) if callable(value) else np.array(value)
             else:
                 arrays["about"] = np.array(json.dumps(json.loads(str(arrays["about"])) | change))
         np.savez(path, **arrays)

@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import varjax
 from tests.models_under_test import learned_tables
 from tests.policies.observations import CAPACITIES, DEMO, check_counts, observation
 from varjax import policies
+from varjax.calibration import files
 from varjax.calibration.data import Calibration
 from varjax.core.allocation import Geometry
 from varjax.core.errors import UserError
@@ -81,6 +83,8 @@ def test_calibration_is_used_where_a_part_does():
     assert pair("heatkv", "snapkv").uses_calibration and pair("snapkv", "hack").uses_calibration
     assert not pair("snapkv", "h2o").uses_calibration
     assert pair("learned", "hack").calibration_files == ("learned.npz", "calibration.json")
+    found = files.find(pair("learned", "hack"), varjax.describe("demo"), None)
+    assert found.learned and found.beta is not None  # of both files
     plan_cache(DEMO, pair("snapkv", "scalekv"))  # its selection needs none
     for names in (("heatkv", "snapkv"), ("snapkv", "hack")):
         with pytest.raises(UserError, match="a calibration"):

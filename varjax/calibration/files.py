@@ -75,7 +75,10 @@ def _folder(model: Any) -> pathlib.Path | None:
 
 
 def joined(first: Calibration | None, second: Calibration) -> Calibration:
-    """The first one with the learned tables of the second; the second one if there is no first."""
+    """What was measured, with the learned tables of the other one; the second if there is no
+    first."""
+    if first is not None and first.learned:
+        first, second = second, first
     return dataclasses.replace(first, learned=second.learned) if first else second
 
 
@@ -169,7 +172,8 @@ def load(path: str | os.PathLike, geometry: Geometry) -> Calibration:
             raise UserError(f"it is not JSON: {error}") from None
         digest = hashlib.sha256(data).hexdigest()
         if packed:
-            return _from_arrays(path, geometry, digest)
+            arrays = npz.load(path, ("about", "seen"), LARGEST_TABLES)
+            return _from_arrays(arrays, geometry, digest)
         if isinstance(content, list):
             return Calibration(orders=read_orders(content, geometry), digest=digest)
         if isinstance(content, dict):
@@ -202,17 +206,22 @@ def _from_object(content: dict, geometry: Geometry, digest: str) -> Calibration:
     return complete
 
 
-def _from_arrays(path: str | os.PathLike, geometry: Geometry, digest: str) -> Calibration:
-    arrays = npz.load(path, ("about", "seen"), LARGEST_TABLES)
-    if len(arrays) < 2 or arrays["about"].dtype.kind != "U" or arrays["about"].ndim:
-        raise UserError("it holds no learned tables, which are arrays `seen` and a text `about`")
-    content, seen = parse_json(str(arrays["about"])), arrays["seen"]
-    content = content if isinstance(content, dict) else {}
+def _from_arrays(arrays: Mapping[str, np.ndarray], geometry: Geometry, digest: str) -> Calibration:
+    seen, content = arrays.get("seen"), None
+    if seen is not None and seen.ndim and "about" in arrays and not arrays["about"].ndim:
+        with contextlib.suppress(ValueError):
+            content = parse_json(str(arrays["about"]))
+    if not isinstance(content, dict):
+        raise UserError(
+            "it holds no learned tables, which are arrays `seen` and `about`, a text of JSON"
+        )
     found, budgets = _from_object(content, geometry, digest), content.get("budgets")
     if not isinstance(budgets, list) or not budgets or len(budgets) != len(seen):
         raise UserError(f"budgets are {show(budgets)}: list one for each of {len(seen)} tables")
     for budget in budgets:
         arguments.number("a learned table's budget", budget, 0, 1, above=True)
+    if len(set(budgets)) != len(budgets):
+        raise UserError(f"budgets are {show(budgets)}: each has one table")
     tables = dict(zip(map(float, budgets), seen, strict=True))
     complete = dataclasses.replace(found, learned=tables)
     complete.check(geometry)

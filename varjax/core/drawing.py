@@ -48,7 +48,7 @@ def decode(
     the arguments are those of `ScaleSpec.generate` and `TokenSpec.generate`.
 
     params: "transformer" and "codec", their layers stacked or apart (`varjax.fast.arrange`).
-    state: an empty cache of the spec's plan (`CachePlan.empty_state`); donate it.
+    state: an empty cache of the spec's plan (`CachePlan.empty_state`), finite; donate it.
     condition: of B images (`Condition.take`). keys: a typed random key for each [B].
     `UserError` for a cache, keys or layers that do not fit the plan.
     """

@@ -201,9 +201,14 @@ class Generator:
             sizes = range(self.batch_size, len(condition), self.batch_size)
             numbers = np.split(np.arange(len(condition)), sizes)
         start = partial(self._start_images, condition, keep_cache=False, **options)
-        for batch in in_turn(numbers, start, self._wait):
+        # gathering from other processes waits for all that was started before
+        turn = in_turn(numbers, start, self._wait) if hosts.count() == 1 else map(start, numbers)
+        for batch in turn:
+            self._wait(batch)
+            found, batch.results = batch.results, None  # on the device only until they are fetched
             with hosts.answering():
-                results = jax.tree.map(np.asarray, hosts.gathered(batch.results))
+                results = jax.tree.map(np.asarray, hosts.gathered(found))
+            del found
             yield batch.index, results
 
     def draw(self, condition: Condition, index: np.ndarray, **options) -> dict[str, np.ndarray]:

@@ -50,17 +50,17 @@ def in_turn(
     start: starts a batch. wait: waits until it is done; its cache is gone then, before the next one
       is made.
     """
-    before = None
-    for index in numbers:
+    before, numbers = None, iter(numbers)
+    while True:
         try:
-            batch = start(index)
+            index = next(numbers, None)
+            batch = None if index is None else start(index)
         except BaseException:
             if before is not None:
                 yield before
             raise
         if before is not None:
             yield before
-        before = batch
+        if (before := batch) is None:
+            return
         wait(before)
-    if before is not None:
-        yield before
