@@ -160,11 +160,11 @@ def tensor_columns(kernel: str, program: dict) -> int:
     kernels have one tile. Programs take powers of two, at least 32."""
     spec = compile_mosaic.SHAPES[program["shape"]]
     if kernel == "ragged_attention":
-        groups = config.heuristic(call_of("attend", spec), "mosaic").warpgroups
-        used = groups * sum(n // 2 for n in {64, spec.head_dim})
+        tiles = config.heuristic(call_of("attend", spec), "mosaic")
+        used = tiles.warpgroups * sum(n // 2 for n in {tiles.block_k, spec.head_dim})
         return max(32, 1 << (used - 1).bit_length())
-    # one that changes an operand has lost its name: apart, it finishes and stores
-    finishes = kernel == "finish" or program["operation"] == "apart"
+    # one that changes an operand has lost its name: it finishes and stores
+    finishes = kernel == "finish" or program["operation"] in ("apart", "listed")
     multiplies = kernel == "attention_moments" or finishes and spec.rotated
     return 32 if multiplies else 0
 
