@@ -135,7 +135,6 @@ def edit(
     drawn = _check_way(model, mask, source, by_text, count)
     model = conditions.fitted(model, **given)
     condition = conditions.resolve(model, **given)
-    doubled = 1 if by_text is None else 2
     if by_text is not None:
         name = "text_features" if isinstance(source, TextFeatures) else "prompts"
         condition = both_texts(condition, conditions.resolve(model, **{name: source}))
@@ -144,7 +143,7 @@ def edit(
         policy,
         budget,
         sampling=sampling,
-        batch_size=doubled * min(count, batch_size or USUAL_BATCH),
+        batch_size=(1 if by_text is None else 2) * min(count, batch_size or USUAL_BATCH),
         calibration=calibration,
         kv_dtype=kv_dtype,
         build=Build(decode_dtype=decode_dtype),
