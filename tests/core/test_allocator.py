@@ -122,16 +122,24 @@ def test_slots_are_never_shared(make):
     assert shared  # blocks are
 
 
+@pytest.mark.parametrize("make", [random_static, random_regions])
+def test_last_scales_read_few_runs(make):
+    """What has most queries lies together: at most one run more than the blocks that it fills."""
+    plan = build_plan(GEOMETRY, make(0), 4, TOKENS)
+    runs, last = (plan.stop > plan.start).sum(-1), GEOMETRY.schedule.num_scales - 1
+    assert (runs[last] <= -(-plan.capacity[last] // 4) + 1).all() and runs[last].max() > 2
+
+
 def test_regions_with_two_runs_in_a_block_are_not_written_by_block():
     """Kernels read a block while another one is on its way out, so none may be listed twice. Here
-    the last head grows into what the first and the third have left of the only block."""
-    held = [[0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 1], [0, 1, 0, 3]]
+    the last head holds for one scale what the first and the third take of the only block then."""
+    held = [[0, 0, 0, 0], [0, 1, 0, 1], [0, 1, 0, 3], [1, 1, 1, 1]]
     geometry = Geometry(
         schedule=Schedule.square((1, 2, 3, 4)), num_layers=1, num_heads=4, head_dim=4
     )
     allocation = RegionAllocation(np.array(held, np.int32)[:, None])
     plan = build_plan(geometry, allocation, 4, TOKENS)
-    assert plan.pool_blocks == 1 and read_slots(plan, 3, 0, 3) == [3, 2, 0]
+    assert plan.pool_blocks == 1 and read_slots(plan, 2, 0, 3) == [3, 2, 0]
     assert [plan.moves(s) for s in range(4)] == [False, True, True, False]
 
 

@@ -5,12 +5,14 @@ free again after the attention of the last scale that reads it. Freed slots pass
 head, so the pool is the peak of live tokens over all (scale, layer) events, rounded up to a block.
 
 Kernels copy whole blocks, and a table entry names one run of slots in a block. What a head holds
-should therefore lie in few blocks:
+should therefore lie in few runs, above all at the last scales, which have most queries. So slots
+are chosen from the last scale back to the first, which fits as well: what the last scales read lies
+together, and what was dropped before lies where tokens come later.
 
     OwnRanges      all heads have room beside each other for the most that they ever hold: each has
                    a range of its own, which crosses at most one block more than it has to
-    CommonSlots    they have not, because some grow while others shrink: a head fills unused blocks;
-                   when there are none left, it gets what others have left over in theirs
+    CommonSlots    they have not, because some grow while others shrink: a head fills what is free
+                   beside its slots, then unused blocks, then what others have left over in theirs
 """
 
 import bisect
@@ -66,40 +68,33 @@ class PoolLayout:
         self.blocks_in_use = np.zeros((scales, layers), np.int64)
         self.write_slots = None
         by_regions = isinstance(allocation, RegionAllocation)
-        runs = self._regions() if by_regions else self._static()
-        self.ids, self.start, self.stop = self._as_table(list(runs))
-        # the last scale stores nothing, so what was in use before it stays in use
-        self.blocks_in_use[-1] = self.pool.blocks_in_use
-
-    # --- contents that are known ---
+        runs = list(self._regions() if by_regions else self._static())
+        # the last scale stores nothing: what the one before has left stays in use
+        self.blocks_in_use[-1] = self.blocks_in_use[max(0, scales - 2), -1]
+        self.ids, self.start, self.stop = self._as_table(runs[::-1])
 
     def _static(self) -> Iterator[Runs]:
-        """Yields the runs that each scale reads. Tokens are placed by their last use."""
+        """Yields the runs that each scale reads, the last one first, of contents that are known."""
         g, last_use = self.geometry, self.allocation.last_use
         starts, shape = g.schedule.starts, (g.num_layers, g.num_heads, g.schedule.total_tokens)
         self.write_slots = slots = np.full(shape, -1, np.int32)
-        newest = np.full(shape[:2], -1)  # slot that each head took last
         owner = np.full(self.num_blocks * self.block_size, -1, np.int32)  # head of each slot
-        yield self._live(owner)
-        for s in range(g.schedule.num_scales - 1):
+        for s in reversed(range(g.schedule.num_scales)):
             mine, before = slice(starts[s], starts[s] + g.schedule.tokens[s]), slice(starts[s])
-            for layer in range(g.num_layers):
-                # the attention of the layer has read what is freed here, and the store comes after
-                gone = slots[layer, :, before][last_use[layer, :, before] == s]
-                gone = gone[gone >= 0]
-                self.pool.give(gone)
-                owner[gone] = -1
-                # Tokens that are used longest come first. Tokens that end together then lie
-                # together, and blocks become free as a whole.
-                head, token = np.nonzero(last_use[layer, :, mine] > s)
-                order = np.lexsort((-last_use[layer, :, mine][head, token].astype(int), head))
-                head, token = head[order], token[order]
-                counts = np.bincount(head, minlength=g.num_heads)
-                found = self.pool.take(layer, counts, newest[layer])
-                slots[layer, :, mine][head, token] = found
-                owner[found] = layer * g.num_heads + head
-                newest[layer, counts > 0] = found[np.cumsum(counts)[counts > 0] - 1]
+            for layer in reversed(range(g.num_layers)):
                 self.blocks_in_use[s, layer] = self.pool.blocks_in_use
+                # the attention of the layer reads what is freed here, and the store comes after
+                stored = slots[layer, :, mine]
+                stored = stored[stored >= 0]
+                self.pool.give(stored)
+                owner[stored] = -1
+                # Tokens that are there for longest come first, beside those that stay.
+                head, token = np.nonzero(last_use[layer, :, before] == s)
+                counts = np.bincount(head, minlength=g.num_heads)
+                held = [own[own >= 0] for own in slots[layer, :, before]]
+                found = self.pool.take(layer, counts, held)
+                slots[layer, head, token] = found
+                owner[found] = layer * g.num_heads + head
             yield self._live(owner)
 
     def _live(self, owner: np.ndarray) -> Runs:
@@ -111,26 +106,23 @@ class PoolLayout:
             head, slot = head[order], slot[order]
         return self._runs(head, slot)
 
-    # --- contents that the device decides ---
-
     def _regions(self) -> Iterator[Runs]:
-        """Yields the runs that each scale reads. A region grows and shrinks at its end, so that a
-        token in its remaining part never has to move."""
+        """Yields the runs that each scale reads, the last one first, of contents that the device
+        decides. A region grows and shrinks at its end, so that a token in its remaining part never
+        has to move."""
         g, capacity = self.geometry, self.allocation.region_capacity.astype(np.int64)
-        none = np.zeros(0, np.int64)
-        regions = [[none] * g.num_heads for _ in range(g.num_layers)]
-        yield self._runs(none, none)
-        for s in range(g.schedule.num_scales - 1):
-            for layer, slots in enumerate(regions):
-                target = capacity[s + 1, layer]
-                # give first, then take: what some regions leave is free for others that grow
+        regions = [[np.zeros(0, np.int64)] * g.num_heads for _ in range(g.num_layers)]
+        for s in reversed(range(g.schedule.num_scales)):
+            for layer, slots in reversed(list(enumerate(regions))):
+                self.blocks_in_use[s, layer] = self.pool.blocks_in_use
+                target = capacity[s, layer]
+                # give first, then take: what some regions leave is free for others
                 self.pool.give(np.concatenate([a[n:] for a, n in zip(slots, target, strict=True)]))
                 slots[:] = (a[:n] for a, n in zip(slots, target, strict=True))
-                more = np.maximum(target - capacity[s, layer], 0)
-                last = np.array([a[-1] if a.size else -1 for a in slots])
-                new = np.split(self.pool.take(layer, more, last), np.cumsum(more)[:-1])
+                more = target - [len(a) for a in slots]
+                new = self.pool.take(layer, more, [a[-1:] for a in slots])
+                new = np.split(new, np.cumsum(more)[:-1])
                 slots[:] = map(np.concatenate, zip(slots, new, strict=True))
-                self.blocks_in_use[s, layer] = self.pool.blocks_in_use
             flat = [slots for layer in regions for slots in layer]
             heads = np.repeat(np.arange(len(flat)), [len(slots) for slots in flat])
             yield self._runs(heads, np.concatenate(flat))
@@ -186,7 +178,7 @@ class OwnRanges:
     def blocks_in_use(self) -> int:
         return int(np.count_nonzero(self._count))
 
-    def take(self, layer: int, counts: np.ndarray, last: np.ndarray) -> np.ndarray:
+    def take(self, layer: int, counts: np.ndarray, held: list[np.ndarray]) -> np.ndarray:
         """Takes the first free slots of each head's range, head after head (`CommonSlots.take`)."""
         # As long as nothing was ever freed, the first free slot is the one behind all used ones. No
         # search is needed then.
@@ -230,36 +222,58 @@ class CommonSlots:
     def blocks_in_use(self) -> int:
         return len(self._used) - len(self._whole)
 
-    def take(self, layer: int, counts: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Takes slots for the heads of a layer, head after head. In this order: behind `last` as
-        far as there is room, blocks that nobody uses, the shortest free run that holds the rest,
-        the longest runs.
+    def take(self, layer: int, counts: np.ndarray, held: list[np.ndarray]) -> np.ndarray:
+        """Takes slots for the heads of a layer, head after head: free ones beside those that a head
+        holds, a free run of the right length, blocks that nobody uses, the shortest free run that
+        holds the rest, the longest runs.
 
         counts: int [N], how many slots each head gets.
-        last: int [N], the slot behind which a head likes to continue (-1: none).
+        held: slots of each head, those first that it is to continue before others.
         """
         found = [np.zeros(0, np.int64)]
-        for count, behind in zip(counts.tolist(), last.tolist(), strict=True):
-            # Every change of block is another table entry, which kernels copy and look up.
+        for count, own in zip(counts.tolist(), held, strict=True):
+            beside = self._beside(own) if count else []
+            # Every run is another table entry, which kernels copy and look up.
             while count:
-                block, before = divmod(behind, self._size)
-                runs = self._runs.get(block, ()) if behind >= 0 else ()
-                room = next((b - a for a, b in runs if a == before + 1), 0)  # right behind it
-                fits = bisect.bisect_left(self._by_length, (count, -1, -1))
-                if room:
-                    first = before + 1
-                elif self._whole:
-                    block, first, room = heapq.heappop(self._whole), 0, self._size
-                    self._list(block, [(0, room)])
-                else:
-                    room, block, first = self._by_length[min(fits, len(self._by_length) - 1)]
-                size = min(room, count)
-                self._used[block, first : first + size] = True
-                left = [(a + size if a == first else a, b) for a, b in self._runs[block]]
-                self._list(block, [(a, b) for a, b in left if a < b])
-                found.append(block * self._size + np.arange(first, first + size))
-                count, behind = count - size, -1
+                block, first, end, forwards = self._room(count, beside)
+                size = min(end - first, count)
+                taken = np.arange(first, first + size) if forwards else np.arange(end - size, end)
+                self._used[block, taken] = True
+                left = [run for run in self._runs[block] if run != (first, end)]
+                rest = (first + size, end) if forwards else (first, end - size)
+                self._list(block, sorted([*left, rest]) if size < end - first else left)
+                found.append(block * self._size + taken)
+                count -= size
         return np.concatenate(found)
+
+    def _beside(self, own: np.ndarray) -> list[tuple[int, int, int, bool]]:
+        """Free runs beside these slots: block, first, end, whether they begin behind the slot."""
+        block, place = np.divmod(own, self._size)
+        found = {}
+        for forwards, step, edge in ((True, 1, self._size - 1), (False, -1, 0)):
+            inside = np.flatnonzero(place != edge)
+            free = inside[~self._used[block[inside], place[inside] + step]]
+            for i, b, x in zip(free.tolist(), block[free].tolist(), (place[free] + step).tolist()):
+                first, end = next(run for run in self._runs[b] if run[0] <= x < run[1])
+                if (b, first) not in found or found[b, first][0] > i:
+                    found[b, first] = i, (b, first, end, forwards)
+        return [run for _, run in sorted(found.values())]
+
+    def _room(self, count: int, beside: list) -> tuple[int, int, int, bool]:
+        """The free run to fill next, one less beside."""
+        if beside:
+            fitting = (run for run in beside if run[2] - run[1] >= count)
+            run = next(fitting, None) or max(beside, key=lambda run: run[2] - run[1])
+            beside.remove(run)
+            return run
+        at = bisect.bisect_left(self._by_length, (count, -1, -1))
+        found = self._by_length[min(at, len(self._by_length) - 1)] if self._by_length else (0, 0, 0)
+        if found[0] != count and self._whole:
+            block = heapq.heappop(self._whole)
+            self._list(block, [(0, self._size)])
+            return block, 0, self._size, True
+        size, block, first = found
+        return block, first, first + size, True
 
     def give(self, slots: np.ndarray) -> None:
         """Frees slots. A block without used slots becomes whole again."""
