@@ -253,7 +253,8 @@ class CommonSlots:
         for forwards, step, edge in ((True, 1, self._size - 1), (False, -1, 0)):
             inside = np.flatnonzero(place != edge)
             free = inside[~self._used[block[inside], place[inside] + step]]
-            for i, b, x in zip(free.tolist(), block[free].tolist(), (place[free] + step).tolist()):
+            for i in free.tolist():
+                b, x = int(block[i]), int(place[i]) + step
                 first, end = next(run for run in self._runs[b] if run[0] <= x < run[1])
                 if (b, first) not in found or found[b, first][0] > i:
                     found[b, first] = i, (b, first, end, forwards)
