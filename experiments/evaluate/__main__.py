@@ -47,7 +47,7 @@ from experiments.evaluation.protocols import PROTOCOLS
 from experiments.flags.distributed import DistributedFlag
 from experiments.generation import aligned, environment
 from experiments.json_text import json_safe, json_text
-from experiments.output import BatchStore, FolderFlags, Stopped, say
+from experiments.output import BatchStore, FolderFlags
 from experiments.recipes.recipe import RecipeFlag
 from varjax.core import arguments
 from varjax.core.errors import UserError, choose
@@ -314,15 +314,12 @@ def main(argv: list[str]) -> None:
         print(*job.remarks, sep="\n", file=sys.stderr)
     stem = f"evaluate-{DEMO if FEATURES.value == DEMO else PROTOCOL.value}"
     store = OUT.open(stem, job.describe(), job.series())
-    try:
-        with store.working():
-            with processes.Stop() as stop:
-                compute(job, store, stop)
-            with processes.together():
-                if hosts.is_first():
-                    write_metrics(job, store)
-    except Stopped as stopped:
-        say(f"ended by SIGTERM: {stopped}")
+    with store.working():
+        with processes.Stop() as stop:
+            compute(job, store, stop)
+        with processes.together():
+            if hosts.is_first():
+                write_metrics(job, store)
 
 
 if __name__ == "__main__":
