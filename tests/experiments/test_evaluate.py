@@ -334,7 +334,6 @@ def test_wrong_references(call, flags, pictures, tmp_path):
             "`mu` has 512 numbers, the extractor gives 256",
             {"mu": np.zeros(512), "sigma": np.eye(512)},
         ),
-        ("`mu` holds values that are NaN", sound | {"mu": np.full(256, np.nan)}),
         ("made with another extractor", sound | {"extractor": np.array("0" * 64)}),
     ):
         np.savez(tmp_path / "r.npz", **arrays)
@@ -352,18 +351,10 @@ def test_wrong_references(call, flags, pictures, tmp_path):
 def test_wrong_pictures(call, flags, tmp_path):
     """The file at fault is named."""
     folder = save_folder(tmp_path / "s", IMAGES["samples"][:3])
-    given = (f"--samples={folder}", *flags)
-    data = (folder / "00002.png").read_bytes()
-    (folder / "00002.png").write_bytes(data[:-20])
+    given, last = (f"--samples={folder}", *flags), folder / "00002.png"
+    last.write_bytes(last.read_bytes()[:-20])
     refused(call, tmp_path, "00002.png is no picture, damaged or cut short", *given)
-    for problem, image in (
-        ("00002.png is no RGB picture: it has transparency", np.zeros((32, 32, 4), np.uint8)),
-        ("00002.png has 32x30 pixels", IMAGES["samples"][0, :, :30]),
-    ):
-        Image.fromarray(image).save(folder / "00002.png")
-        refused(call, tmp_path, problem, *given)
     shutil.rmtree(folder)
     folder.mkdir()
-    refused(call, tmp_path, "s holds no pictures", *given)
     (folder / "report.json").write_text("{}")
     refused(call, tmp_path, "the folder of a run, but samples.npz is missing", *given)

@@ -72,14 +72,7 @@ REPLACED = {
 }
 OF_RUNS = {
     "somebody's": SOMEBODYS,
-    "somebody's report": {"report.json": {"profit": 3}},
-    "damaged report": {"report.json": '{"policy": "x", "kv"'},
     "notes beside it": RUN | SOMEBODYS,
-    "a name that sweep writes": RUN | {"calibration.json": "precious"},
-    "arrays that this run did not write": {
-        "report.json": report(files=["report.json"]),
-        "arrays.npz": "precious",
-    },
     "a linked grid": {"report.json": report(), "grid.png": link("../elsewhere.png")},
     "a list of anything": {"report.json": report(files=["report.json", "thesis.txt"]), **SOMEBODYS},
     "an image of somebody's": PROMPTS | {"images/00000/holiday.png": "precious"},

@@ -125,13 +125,9 @@ def assert_one_message(outcome, status, *parts):
         assert part in lines[0]
 
 
-def test_values_arrive(tiny_here):
+def test_values_arrive_and_do_not_stay_for_the_next_command(tiny_here):
     given = ("--budget=0.25", "--count", "-4", "--policy=headkv", "--greedy")
     assert tiny_here(*given) == (0, "1 0.25 -4 headkv True\n", "")
-
-
-def test_values_do_not_stay_for_the_next_command(tiny_here):
-    assert tiny_here("--budget=0.25", "--greedy") == (0, "1 0.25 3 full True\n", "")
     assert tiny_here() == (0, "1 0.5 3 full False\n", "")
 
 
