@@ -132,7 +132,8 @@ def test_commands_check_before_they_work(tmp_path, call, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fill(tmp_path, SOMEBODYS)
     before = runs.tree(tmp_path)
-    for command, out in (("run", "."), ("run", "/"), ("sweep", f"../{tmp_path.name}")):
-        status, _, err = call(command, "--num_images=1", f"--out={out}", "--overwrite")
+    sweep = ("sweep", "--policies=swa", "--budgets=0.5")
+    for command, out in ((["run"], "."), (["run"], "/"), (sweep, f"../{tmp_path.name}")):
+        status, _, err = call(*command, "--num_images=1", f"--out={out}", "--overwrite")
         assert status == 2 and "holds '" in err and "is not replaced: " in err, err
     assert runs.tree(tmp_path) == before
