@@ -71,10 +71,7 @@ REFERENCE = FLAGS.string("reference", None, "Pictures or statistics that they sh
 FULL = FLAGS.string("full", None, "The same pictures of the full cache, compared one by one.")
 PROTOCOL = FLAGS.enum("protocol", "adm", list(PROTOCOLS), "How pictures are resized.")
 SPLIT_SIZE = FLAGS.integer(
-    "split_size",
-    protocols.SPLIT_SIZE,
-    "Pictures of a block of the Inception score.",
-    lower_bound=1,
+    "split_size", protocols.SPLIT_SIZE, "Pictures of a block of the Inception score.", lower_bound=1
 )
 INCEPTION = FLAGS.string("inception", None, "Folder of the converted network of FID.")
 LPIPS = FLAGS.string("lpips", None, "Folder of a converted LPIPS network.")

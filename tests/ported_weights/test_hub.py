@@ -43,10 +43,7 @@ def served(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # between attempts
-    places_of = {
-        "source": [REPO, "var.safetensors"],
-        "tokenizer_source": [REPO, "vae.safetensors"],
-    }
+    places_of = {"source": [REPO, "var.safetensors"], "tokenizer_source": [REPO, "vae.safetensors"]}
     data = {"models": {"var-custom": places_of}, "repositories": {REPO: {"files": {}}}}
     monkeypatch.setattr(hub, "_data", lambda: data)
     files = {f"{REPO}/var.safetensors": WEIGHTS, f"{REPO}/vae.safetensors": TOKENIZER}

@@ -161,13 +161,7 @@ def test_indices_of_shards(tmp_path, draw):
 
 SCHEDULE = Schedule(((1, 1), (1, 2), (2, 3)))
 TRANSFORMER = VARConfig(
-    num_classes=3,
-    depth=1,
-    embed_dim=8,
-    num_heads=2,
-    schedule=SCHEDULE,
-    vocab_size=6,
-    z_channels=2,
+    num_classes=3, depth=1, embed_dim=8, num_heads=2, schedule=SCHEDULE, vocab_size=6, z_channels=2
 )
 CODEC = VQVAEConfig(vocab_size=6, z_channels=2, ch=32, ch_mult=(1,), schedule=SCHEDULE)
 CONFIGS = {"transformer": TRANSFORMER, "codec": CODEC}

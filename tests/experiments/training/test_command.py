@@ -21,26 +21,14 @@ def seen(monkeypatch):
 
 
 WRONG = {
-    "list": (
-        ["--settings=patch_nums=1,a"],
-        "patch_nums=1,a is not valid: it must be integers",
-    ),
+    "list": (["--settings=patch_nums=1,a"], "patch_nums=1,a is not valid: it must be integers"),
     "sizes": (["--settings=patch_nums=1,2,5"], "which makes 40 pixels"),
     "data": (["--data=nowhere"], "there is no file or folder nowhere"),
     "interval": (["--settings=log_every=7"], "must be a multiple of log_every=7"),
-    "batch": (
-        ["--max_images=8", "--image_size=64"],
-        "vqvae_batch_size=16 given, but there are",
-    ),
-    "classifier": (
-        ["--stage=classifier", "--image_size=64"],
-        "classifier_batch_size=64 given",
-    ),
+    "batch": (["--max_images=8", "--image_size=64"], "vqvae_batch_size=16 given, but there are"),
+    "classifier": (["--stage=classifier", "--image_size=64"], "classifier_batch_size=64 given"),
     "no out": (["--out="], "--out= is empty"),
-    "other family": (
-        ["--settings=dropout=0.2"],
-        "dropout=0.2 is for family=llamagen only",
-    ),
+    "other family": (["--settings=dropout=0.2"], "dropout=0.2 is for family=llamagen only"),
     "init": (["--init=nowhere"], "nowhere"),
     "size of init": (
         ["--init=demo", "--settings=depth=9"],
