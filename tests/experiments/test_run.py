@@ -26,23 +26,12 @@ def report_of(folder):
 def test_results(call, checkpoint, tmp_path):
     """Pictures, arrays and every promised field; numbers agree with each other."""
     out = tmp_path / "out"
-    flags = (
-        "--policy=headkv",
-        "--budget=0.5",
-        "--labels=3,7,7",
-        "--batch_size=2",
-        "--compare",
-        "--save_arrays",
-    )
-    status, text, err = call("run", checkpoint, *flags, f"--out={out}")
+    flags = "--policy=headkv --budget=0.5 --labels=3,7,7 --batch_size=2 --compare".split()
+    status, text, err = call("run", checkpoint, *flags, "--save_arrays", f"--out={out}")
     assert status == 0, err
     assert "allocated KV" in text and "token agreement" in text
-    assert sorted(p.name for p in out.iterdir()) == [
-        "arrays.npz",
-        "grid.png",
-        "report.json",
-        "samples.npz",
-    ]
+    files = ["arrays.npz", "grid.png", "report.json", "samples.npz"]
+    assert sorted(p.name for p in out.iterdir()) == files
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     report = report_of(out)
     assert all(f in report for f in FIELDS) and all(f in report["kv"] for f in KV)

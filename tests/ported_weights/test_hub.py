@@ -212,14 +212,8 @@ def test_names():
 
 
 def test_weights_of_a_folder():
-    names = [
-        "config.json",
-        "model-1.safetensors",
-        "pytorch_model.bin",
-        "tf_model.h5",
-        "spiece.model",
-    ]
-    listed = hub.Repository("a/b", "c", {name: (1, None) for name in [*names, "README.md"]})
+    names = "config.json model-1.safetensors pytorch_model.bin tf_model.h5 spiece.model README.md"
+    listed = hub.Repository("a/b", "c", {name: (1, None) for name in names.split()})
     assert listed.chosen("/") == ["config.json", "model-1.safetensors", "spiece.model"]
     with pytest.raises(UserError, match="has no x/ with weights"):
         listed.chosen("x/")
