@@ -32,7 +32,7 @@ from experiments.generation import (
     time_report,
 )
 from experiments.json_text import json_text
-from experiments.output import BatchStore, FolderFlags
+from experiments.output import BatchStore, FolderFlags, say
 from experiments.prompts.condition import Text
 from varjax.core import arguments
 from varjax.core.errors import UserError
@@ -267,7 +267,7 @@ def _size(shape: tuple[int, ...]) -> str:
 
 def draw(edit: Edit, generator: Generator) -> Edited:
     """Compile and draw all edits."""
-    print(f"{edit.policy.name}: compiling", file=sys.stderr, flush=True)
+    say(f"{edit.policy.name}: compiling")
     progress = Progress(f"{edit.policy.name}: edit", len(edit.pictures))
     editor = Editor(generator, progress=lambda done, total: done and progress.update(done))
     if edit.by_text:

@@ -21,6 +21,7 @@ import numpy as np
 from experiments import batch_files, processes
 from experiments.batch_files import Damaged, Series, WorkFolder
 from experiments.cli.flags import CommandFlags
+from experiments.processes import Stopped as Stopped
 from experiments.prompts.layouts import MANIFEST, image_files
 from varjax.core.errors import UserError, about
 from varjax.generation import hosts
@@ -48,14 +49,6 @@ WRITTEN = {
     ),
     "metrics.json": {"metrics.json", "per_image.npz"},
 }
-
-
-class Stopped(Exception):
-    """The system has asked to end, and what was begun is stored. what: what is counted. of: what
-    begins the message."""
-
-    def __init__(self, done: int, total: int, what: str = "images", of: str = ""):
-        super().__init__(f"{of}{done} of {total} {what} are stored: resume by the same command")
 
 
 def say(line: str, quiet: bool = False) -> None:

@@ -19,14 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from experiments import batch_files
-from experiments.batch_files import (
-    OURS,
-    PART,
-    SETTINGS_FILE,
-    Damaged,
-    Series,
-    WorkFolder,
-)
+from experiments.batch_files import OURS, PART, SETTINGS_FILE, Damaged, Series, WorkFolder
 from experiments.cli.flags import CommandFlags
 from experiments.output import BatchStore, FolderFlags, written
 from varjax.core.errors import UserError, some

@@ -38,6 +38,14 @@ class AgreedError(UserError):
     """An error that all processes raise together."""
 
 
+class Stopped(Exception):
+    """The system has asked to end, and what was begun is stored. what: what is counted. of: what
+    begins the message."""
+
+    def __init__(self, done: int, total: int, what: str = "images", of: str = ""):
+        super().__init__(f"{of}{done} of {total} {what} are stored: resume by the same command")
+
+
 def start(text: str) -> None:
     """Join the other processes; it waits for all of them. Call it before JAX is used.
 

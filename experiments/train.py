@@ -22,7 +22,6 @@ from experiments.cli import command_line
 from experiments.cli.flags import CommandFlags, about
 from experiments.flags.distributed import DistributedFlag
 from experiments.generation import environment
-from experiments.output import Stopped, say
 from experiments.training import fine_tuning, session
 from experiments.training.mesh import TrainingMesh
 from experiments.training.settings import FAMILIES, TrainingSettings, shown
@@ -115,11 +114,7 @@ def main(argv: list[str]) -> None:
         with about(MESH):
             mesh = TrainingMesh.parse(MESH.value, devices)
     stage = STAGE.value if STAGE.present or INIT.value is None else "var"
-    try:
-        model = session.train(settings, stage, OUT.value, QUIET.value, mesh)
-    except Stopped as stopped:
-        say(f"ended by SIGTERM: {stopped}")
-        return
+    model = session.train(settings, stage, OUT.value, QUIET.value, mesh)
     if hosts.is_first():
         print(model or f"{OUT.value}/vqvae: codec trained; continue with --stage=var")
 

@@ -45,7 +45,7 @@ compilation.copy_host_arrays()
 annotations.install()
 
 ROOT = Path(__file__).resolve().parents[1]
-TRAINING = ROOT / "tests" / "training"
+TRAINING = ROOT / "tests" / "experiments" / "training"
 
 jax.config.update("jax_default_matmul_precision", "highest")  # parity with CPU originals
 # Tracing makes and drops millions of objects: looking for cycles as often as Python does by default

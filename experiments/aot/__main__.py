@@ -54,9 +54,7 @@ FLAGS = CommandFlags(
 )
 MODEL = ModelFlags(FLAGS, published="Published name")
 TARGET = FLAGS.string(
-    "target",
-    "tpu-v5e,tpu-v6e,a100,h200",
-    f"Chips, separated by commas: {', '.join(chips.CHIPS)}.",
+    "target", "tpu-v5e,tpu-v6e,a100,h200", f"Chips, separated by commas: {', '.join(chips.CHIPS)}."
 )
 POLICY = PolicyFlags(FLAGS)
 LARGEST_BATCH = FLAGS.boolean(
@@ -118,11 +116,7 @@ def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
     plan, calibration = POLICY.plan(policy, model, sampling, groups)
     PROGRAM.check_plan(plan, program.mesh)
     workload = partial(
-        Workload,
-        model=model,
-        plan=plan,
-        sampling=sampling,
-        text_tokens=MODEL.text_tokens(model),
+        Workload, model=model, plan=plan, sampling=sampling, text_tokens=MODEL.text_tokens(model)
     )
     workloads = {n: workload(attention=attention[n], program=p) for n, p in programs.items()}
     # compiling says which kernels cannot take the plan's blocks

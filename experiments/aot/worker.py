@@ -20,6 +20,7 @@ import jax
 from experiments.aot import floor, training
 from experiments.aot.program import Compilation, DoesNotFit, Workload, first_line, num_bytes
 from experiments.aot.training import TrainingStep
+from experiments.output import say
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
 from varjax.generation import memory
@@ -64,11 +65,6 @@ def here(chip: Chip, work: Callable[[Chip], dict]) -> dict:
     return {"target": chip.name, "platform": chip.platform, **result}
 
 
-def say(chip: Chip, line: str) -> None:
-    """Print a line of progress."""
-    print(f"{chip.name}: {line}", file=sys.stderr, flush=True)
-
-
 def sized(chip: Chip, batch: int, work: Callable[[], dict]) -> dict:
     """The result of compiling for a batch, also where the compiler refuses it for its size."""
     try:
@@ -85,7 +81,7 @@ def refused(chip: Chip, batch: int, error: DoesNotFit) -> dict:
 
 def train(asked: TrainingStep, chip: Chip) -> dict:
     """The result of a training step."""
-    say(chip, f"compiling a step of {asked.batch_size} images on {asked.mesh}")
+    say(f"{chip.name}: compiling a step of {asked.batch_size} images on {asked.mesh}")
     return sized(chip, asked.batch_size, partial(training.describe, asked, chip))
 
 
@@ -194,7 +190,7 @@ def described(case: Compilation) -> dict:
 def compiled(workload: Workload, chip: Chip, batch: int) -> Compilation:
     """Both programs for a batch. Where a kernel cannot take the shapes the next implementation is
     tried, as `Generator` does, unless the user named one."""
-    say(chip, f"compiling batch {batch}, attention {workload.attention}")
+    say(f"{chip.name}: compiling batch {batch}, attention {workload.attention}")
     case = Compilation(workload, chip, batch)
     try:
         case.compile_codes()
@@ -203,9 +199,9 @@ def compiled(workload: Workload, chip: Chip, batch: int) -> Compilation:
         rest = every[every.index(workload.attention) + 1 :]
         if workload.program.build.attention or not rest:
             raise
-        say(chip, f"{first_line(str(error))}: taking {rest[0]}")
+        say(f"{chip.name}: {first_line(str(error))}: taking {rest[0]}")
         return compiled(replace(workload, attention=rest[0]), chip, batch)
-    say(chip, f"codes in {case.codes.compile_s:.0f} s, {show_bytes(case.codes.resident)}")
+    say(f"{chip.name}: codes in {case.codes.compile_s:.0f} s, {show_bytes(case.codes.resident)}")
     case.compile_pixels()
     return case
 
@@ -222,7 +218,7 @@ def draw(workloads: Mapping[str, Workload], batch: int | None, chip: Chip) -> di
         results[size] = found = result(size)
         needed = found.get("peak_bytes") or found["needed_bytes"]
         verdict = "fits" if found["fits"] else "does not fit"
-        say(chip, f"batch {size} takes {show_bytes(needed)}, {verdict}")
+        say(f"{chip.name}: batch {size} takes {show_bytes(needed)}, {verdict}")
         return Trial(size, needed, found["fits"])
 
     if batch is not None:

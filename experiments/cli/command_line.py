@@ -10,8 +10,8 @@ may import several commands. It ends with the call:
         command_line.run(main)
 
 where `main(argv)` returns None or an exit status. Every command has --help and --version.
-Statuses: 0 done, 1 a bug (traceback) or a lost process (one message), 2 wrong input or a file that
-cannot be read or written (one message, no traceback), 130 interrupted.
+Statuses: 0 done, or ended by SIGTERM, 1 a bug (traceback) or a lost process (one message), 2 wrong
+input or a file that cannot be read or written (one message, no traceback), 130 interrupted.
 """
 
 import sys
@@ -79,6 +79,10 @@ def _guarded(main: Main, argv: list[str], own: CommandFlags) -> int:
             status = main(argv[:1])
         sys.stdout.flush()
         return status or 0
+    except processes.Stopped as stopped:
+        if hosts.is_first():
+            print(f"ended by SIGTERM: {stopped}", file=sys.stderr, flush=True)
+        return 0
     except processes.AgreedError as error:  # all processes end, so that none has to notice
         sys.exit(_complain(str(error), 2))
     except UserError as error:

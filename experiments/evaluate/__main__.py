@@ -47,7 +47,7 @@ from experiments.evaluation.protocols import PROTOCOLS
 from experiments.flags.distributed import DistributedFlag
 from experiments.generation import aligned, environment
 from experiments.json_text import json_safe, json_text
-from experiments.output import BatchStore, FolderFlags, Stopped, say
+from experiments.output import BatchStore, FolderFlags
 from experiments.recipes.recipe import RecipeFlag
 from varjax.core import arguments
 from varjax.core.errors import UserError, choose
@@ -71,10 +71,7 @@ REFERENCE = FLAGS.string("reference", None, "Pictures or statistics that they sh
 FULL = FLAGS.string("full", None, "The same pictures of the full cache, compared one by one.")
 PROTOCOL = FLAGS.enum("protocol", "adm", list(PROTOCOLS), "How pictures are resized.")
 SPLIT_SIZE = FLAGS.integer(
-    "split_size",
-    protocols.SPLIT_SIZE,
-    "Pictures of a block of the Inception score.",
-    lower_bound=1,
+    "split_size", protocols.SPLIT_SIZE, "Pictures of a block of the Inception score.", lower_bound=1
 )
 INCEPTION = FLAGS.string("inception", None, "Folder of the converted network of FID.")
 LPIPS = FLAGS.string("lpips", None, "Folder of a converted LPIPS network.")
@@ -314,15 +311,12 @@ def main(argv: list[str]) -> None:
         print(*job.remarks, sep="\n", file=sys.stderr)
     stem = f"evaluate-{DEMO if FEATURES.value == DEMO else PROTOCOL.value}"
     store = OUT.open(stem, job.describe(), job.series())
-    try:
-        with store.working():
-            with processes.Stop() as stop:
-                compute(job, store, stop)
-            with processes.together():
-                if hosts.is_first():
-                    write_metrics(job, store)
-    except Stopped as stopped:
-        say(f"ended by SIGTERM: {stopped}")
+    with store.working():
+        with processes.Stop() as stop:
+            compute(job, store, stop)
+        with processes.together():
+            if hosts.is_first():
+                write_metrics(job, store)
 
 
 if __name__ == "__main__":

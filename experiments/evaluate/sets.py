@@ -17,8 +17,8 @@ from experiments.evaluation.statistics import (
     inception_scores,
     precision_recall,
 )
-from experiments.output import BatchStore, Stopped
-from experiments.processes import Stop
+from experiments.output import BatchStore
+from experiments.processes import Stop, Stopped
 from varjax.core.errors import UserError, about
 from varjax.generation.progress import Progress
 

@@ -172,11 +172,7 @@ class CompiledNetwork:
     """
 
     def __init__(
-        self,
-        network: Network,
-        size: tuple[int, int],
-        batch_size: int,
-        mesh: MeshSpec | None = None,
+        self, network: Network, size: tuple[int, int], batch_size: int, mesh: MeshSpec | None = None
     ):
         mesh = mesh or MeshSpec()
         each = min(batch_size // mesh.data, network.largest_batch(*size))

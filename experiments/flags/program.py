@@ -129,10 +129,7 @@ class ProgramFlags:
             "where only a scan fits.",
         )
         self._precision = program.enum(
-            "matmul_precision",
-            "default",
-            list(MATMUL_PRECISIONS),
-            "Precision of float32 products.",
+            "matmul_precision", "default", list(MATMUL_PRECISIONS), "Precision of float32 products."
         )
         self._decode_dtype = program.enum(
             "decode_dtype",

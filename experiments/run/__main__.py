@@ -31,7 +31,7 @@ from experiments.flags.program import ProgramFlags
 from experiments.flags.sampling import SamplingFlags
 from experiments.generation import Run
 from experiments.judges import Judges
-from experiments.output import BatchStore, FolderFlags, Stopped, say
+from experiments.output import BatchStore, FolderFlags, say
 from experiments.parts import PartStore, ShardFlag
 from experiments.recipes.recipe import RecipeFlag
 from experiments.run import results as run_results
@@ -218,7 +218,7 @@ def generate_series(
         done += len(index)
         progress.update(done)
     if stop.asked:
-        raise Stopped(done, total)
+        raise processes.Stopped(done, total)
     return generator
 
 
@@ -244,10 +244,7 @@ def main(argv: list[str]) -> None:
         print(run_results.dry_run_text(run))
         return
     say("\n".join([run_results.plan_line(run), *run.remarks]))
-    try:
-        make_part(run, store) if shard else make(run, store)
-    except Stopped as stopped:
-        say(f"ended by SIGTERM: {stopped}")
+    make_part(run, store) if shard else make(run, store)
 
 
 def make(run: Run, store: BatchStore) -> None:

@@ -42,7 +42,7 @@ from experiments.flags.policy import calibration_flag, plugin_flag
 from experiments.flags.program import ProgramFlags
 from experiments.flags.sampling import SamplingFlags
 from experiments.generation import environment
-from experiments.output import BatchStore, FolderFlags, Stopped, say
+from experiments.output import BatchStore, FolderFlags, say
 from experiments.parts import PartStore, ShardFlag
 from experiments.sweep import plan, tables
 from experiments.sweep.cells import CellRunner
@@ -141,10 +141,7 @@ def main(argv: list[str]) -> None:
         sweep.calibration, calibration_lib.LARGEST_FILE
     )  # before it may change
     store = SHARD.open(OUT, f"{sweep.model.name}-sweep", sweep.describe())
-    try:
-        (make_part if SHARD.shard else make)(sweep, store, calibration)
-    except Stopped as stopped:
-        say(f"ended by SIGTERM: {stopped}")
+    (make_part if SHARD.shard else make)(sweep, store, calibration)
 
 
 def make(sweep: Sweep, store: BatchStore, calibration: bytes | None) -> None:

@@ -17,8 +17,9 @@ from experiments.batch_files import Damaged
 from experiments.evaluation import metrics
 from experiments.evaluation.metrics import METRICS
 from experiments.generation import cache_report, time_report
-from experiments.output import BatchStore, Stopped, say
+from experiments.output import BatchStore, say
 from experiments.parts import Shard
+from experiments.processes import Stopped
 from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Cell, Sweep
 from varjax.core.errors import UserError

@@ -22,7 +22,8 @@ import jax
 import orbax.checkpoint as ocp
 
 from experiments import processes
-from experiments.output import Stopped, say
+from experiments.output import say
+from experiments.processes import Stopped
 from experiments.training.stage import TrainingStage
 from varjax.core.errors import UserError, some
 from varjax.generation import hosts

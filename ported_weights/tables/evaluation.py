@@ -9,12 +9,7 @@ from varjax.models.judges.inception import CONVOLUTIONS, InceptionConfig
 from varjax.models.judges.lpips import LPIPSConfig, layers_of
 
 HEADS = ("lin0.model.1.weight", "lin1.model.1.weight")  # LPIPS: they have a file of their own
-_STATISTICS = {
-    "weight": "scale",
-    "bias": "bias",
-    "running_mean": "mean",
-    "running_var": "variance",
-}
+_STATISTICS = {"weight": "scale", "bias": "bias", "running_mean": "mean", "running_var": "variance"}
 
 
 def inception_config(tensors: Mapping) -> InceptionConfig:

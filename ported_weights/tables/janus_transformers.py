@@ -36,10 +36,7 @@ VQ_NAMES = {  # in the section of the image tokenizer: the tokenizer's own
 
 
 def original(
-    given: Mapping,
-    file: Path,
-    weights: Callable[[], Source],
-    say: Callable[[str], None],
+    given: Mapping, file: Path, weights: Callable[[], Source], say: Callable[[str], None]
 ) -> Mapping:
     """Return what the configuration `file` holds in the original's names. A file that is not of
     this kind is returned as it is, and no weights are opened. `UserError` if a section is no

@@ -199,10 +199,7 @@ def test_the_checkpoint_folder_is_searched_for_those_who_ask(tmp_path):
 
 @pytest.mark.parametrize(
     ("metadata", "guidance", "message"),
-    [
-        (OTHER, None, "made for other weights"),
-        (OWN, 3.0, "guidance cfg=1.5"),
-    ],
+    [(OTHER, None, "made for other weights"), (OWN, 3.0, "guidance cfg=1.5")],
 )
 def test_other_origins_are_refused(tmp_path, metadata, guidance, message):
     """A file is named; a published name has no weights that could be others."""

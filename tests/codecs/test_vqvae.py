@@ -61,11 +61,7 @@ def test_quantizer(case):
     codec, arrays, _ = case
     quantizer, tokens = codec.quantizer, jnp.asarray(arrays["idx"])
     found, maps, inputs = jax.jit(
-        lambda q, f, tokens: (
-            q.quantize(f)[1],
-            q.code_maps(tokens),
-            q.teacher_inputs(tokens),
-        )
+        lambda q, f, tokens: (q.quantize(f)[1], q.code_maps(tokens), q.teacher_inputs(tokens))
     )(quantizer, _last(arrays["f"]), tokens)
     chex.assert_trees_all_equal(found, tokens)
     chex.assert_trees_all_close(maps, _last(arrays["f_hat_per_scale"]), rtol=0, atol=MAP_TOLERANCE)

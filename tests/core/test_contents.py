@@ -43,8 +43,7 @@ def test_what_a_policy_decided_by_scales(policy):
     # however the loop over scales is cut, and without changing what is drawn
     _, other, _ = drawn(model, policy, segments=1, keep_contents=True)
     np.testing.assert_array_equal(
-        plan.at_the_end(other["contents"]),
-        plan.at_the_end(results["contents"]),
+        plan.at_the_end(other["contents"]), plan.at_the_end(results["contents"])
     )
     _, plain, _ = drawn(model, policy, segments=1)
     np.testing.assert_array_equal(plain["tokens"], other["tokens"])

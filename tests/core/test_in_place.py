@@ -52,10 +52,7 @@ CASES = itertools.product(POLICIES, ["float32", "int8"], ["scan", "unroll"])
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize(
-    ("policy", "dtype", "layers"),
-    often([("h2o", "int8", "scan")], CASES),
-)
+@pytest.mark.parametrize(("policy", "dtype", "layers"), often([("h2o", "int8", "scan")], CASES))
 def test_pool_is_never_copied(policy, dtype, layers):
     policy = POLICIES[policy]
     depth = LAYERS[layers]

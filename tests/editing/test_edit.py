@@ -38,8 +38,7 @@ def end_of(model):
 
 def editor_of(model, policy="full", budget=1.0, batch_size=2):
     return Editor(
-        Generator(model, policy, budget, batch_size=batch_size),
-        progress=lambda done, total: None,
+        Generator(model, policy, budget, batch_size=batch_size), progress=lambda done, total: None
     )
 
 

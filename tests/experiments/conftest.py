@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
+from experiments.aot import worker
 from experiments.cli import command_line
+from pallas_kernels import chips
 from tests import models_under_test as models
 from tests.experiments import made_up_sweep
 from varjax.generation.generator import Generator
@@ -50,6 +52,14 @@ def refused(call, tmp_path, monkeypatch):
         assert "Traceback" not in err and not list(tmp_path.iterdir())
 
     return invoke
+
+
+@pytest.fixture
+def compilers(monkeypatch):
+    """All compilers are here, and none is run."""
+    monkeypatch.setattr(chips, "why_unavailable", lambda *names: None)
+    for name in ("apart", "here"):
+        monkeypatch.setattr(worker, name, lambda *a: pytest.fail("a compiler was started"))
 
 
 @pytest.fixture(scope="session")

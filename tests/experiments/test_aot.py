@@ -66,14 +66,6 @@ COMPILED = {
 }
 
 
-@pytest.fixture
-def compilers(monkeypatch):
-    """All compilers are here, and none is run."""
-    monkeypatch.setattr(chips, "why_unavailable", lambda *names: None)
-    for name in ("apart", "here"):
-        monkeypatch.setattr(worker, name, lambda *a: pytest.fail("a compiler was started"))
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

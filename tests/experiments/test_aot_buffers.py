@@ -62,16 +62,6 @@ def test_sources():
     assert buffers.short_source("model.head.kernel") == "model.head.kernel"
 
 
-def test_a_second_pool():
-    found = buffers.temporaries(ASSIGNMENT, PROGRAM)
-    assert buffers.second_copies(program(), found, [POOL]) == {}
-    for shape in ("f32[4,80,128]{2,1,0}", "bf16[40,8,128]{2,0,1:T(8,128)}", "s8[4,10,8,128]"):
-        text = ASSIGNMENT.replace("f32[70,10]{1,0}", shape)
-        found = buffers.temporaries(text, PROGRAM)
-        (second,) = buffers.second_copies(program(), found, [POOL])["kv_pool"]
-        assert second.startswith("late.1: ")
-
-
 def test_copies_of_the_pool():
     moves = """\
   %a = bf16[4,10,8,128]{3,2,1,0} copy(%b)
@@ -112,6 +102,8 @@ def test_copies_of_smaller_arrays():
         ("s32[4,10,16]{2,1,0}", set()),
         ("s32[4,80]{1,0}", set()),  # usual: one number for every slot
         ("f32[4,80,128]{2,1,0}", {"kv_pool"}),
+        ("bf16[40,8,128]{2,0,1:T(8,128)}", {"kv_pool"}),
+        ("s8[4,10,8,128]", {"kv_pool"}),
     ],
 )
 def test_second_buffers(shape, names):

@@ -16,9 +16,7 @@ from varjax.models.model import Model
 
 TYPES = {name: "bfloat16" for name in ("dtype", "weights_dtype", "kv_dtype")}
 OPTIONS = ProgramOptions(
-    **TYPES,
-    build=Build(layers="unroll", decode_dtype="float32"),
-    mesh=MeshSpec(),
+    **TYPES, build=Build(layers="unroll", decode_dtype="float32"), mesh=MeshSpec()
 )
 PROMPT = 200
 

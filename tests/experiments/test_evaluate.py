@@ -188,7 +188,7 @@ def test_statistics_need_no_network(call, tmp_path):
     status, _, err = call("evaluate", *given, f"--out={tmp_path / 'out'}")
     assert status == 0, err
     found, exact = content(tmp_path / "out"), recipe.expected()["adm_tiny"]
-    assert close(found["fid"], exact["fid"], 1e-6) and close(found["sfid"], exact["sfid"], 1e-6)
+    assert all(close(found[key], exact[key], 1e-7) for key in ("fid", "sfid"))
     assert "is, precision, recall left out" in found["remarks"][0]
     status, _, err = call("evaluate", *given, "--metrics=recall", f"--out={tmp_path / 'more'}")
     assert status == 2 and "recall: --inception=DIR is needed: download pt_inception" in err
@@ -254,11 +254,9 @@ def test_pairs_that_differ_by_more_than_the_cache(call, runs, tmp_path):
     assert content(tmp_path / "same")["remarks"] == []
     path = runs / "full" / "report.json"
     report = json.loads(path.read_text(encoding="utf-8"))
-    renamed = [source | {"file": "renamed.pth"} for source in report.get("model_sources") or []]
-    path.write_text(json.dumps(report | {"model": "x", "model_sources": renamed}))
-    assert call("evaluate", *given, f"--out={tmp_path / 'renamed'}")[0] == 0
-    kept = bool(renamed or report.get("model_files"))
-    assert (content(tmp_path / "renamed")["remarks"] == []) == kept
+    path.write_text(json.dumps(report | {"model": "x"}))
+    assert call("evaluate", *given, f"--out={tmp_path / 'model'}")[0] == 0
+    assert "another model than the samples" in content(tmp_path / "model")["remarks"][0]
     report |= {"seed": 4, "sampling": {"cfg": 2}, "dtype": "bfloat16"}
     path.write_text(json.dumps(report), encoding="utf-8")
     with np.load(runs / "full" / "samples.npz") as arrays:
@@ -266,10 +264,8 @@ def test_pairs_that_differ_by_more_than_the_cache(call, runs, tmp_path):
     np.savez(runs / "full" / "samples.npz", arr_0=images, arr_1=np.roll(labels, 1))
     status, _, err = call("evaluate", *given, f"--out={tmp_path / 'other'}")
     drawn, classes = content(tmp_path / "other")["remarks"]
-    assert (
-        status == 0
-        and "--full was drawn with another sampling, seed, dtype than the samples" in drawn
-    )
+    words = "--full was drawn with another sampling, seed, dtype than the samples"
+    assert status == 0 and words in drawn
     assert classes == "6 of 6 pairs are of two different classes" and drawn in err
 
 
@@ -334,7 +330,6 @@ def test_wrong_references(call, flags, pictures, tmp_path):
             "`mu` has 512 numbers, the extractor gives 256",
             {"mu": np.zeros(512), "sigma": np.eye(512)},
         ),
-        ("`mu` holds values that are NaN", sound | {"mu": np.full(256, np.nan)}),
         ("made with another extractor", sound | {"extractor": np.array("0" * 64)}),
     ):
         np.savez(tmp_path / "r.npz", **arrays)
@@ -352,18 +347,10 @@ def test_wrong_references(call, flags, pictures, tmp_path):
 def test_wrong_pictures(call, flags, tmp_path):
     """The file at fault is named."""
     folder = save_folder(tmp_path / "s", IMAGES["samples"][:3])
-    given = (f"--samples={folder}", *flags)
-    data = (folder / "00002.png").read_bytes()
-    (folder / "00002.png").write_bytes(data[:-20])
+    given, last = (f"--samples={folder}", *flags), folder / "00002.png"
+    last.write_bytes(last.read_bytes()[:-20])
     refused(call, tmp_path, "00002.png is no picture, damaged or cut short", *given)
-    for problem, image in (
-        ("00002.png is no RGB picture: it has transparency", np.zeros((32, 32, 4), np.uint8)),
-        ("00002.png has 32x30 pixels", IMAGES["samples"][0, :, :30]),
-    ):
-        Image.fromarray(image).save(folder / "00002.png")
-        refused(call, tmp_path, problem, *given)
     shutil.rmtree(folder)
     folder.mkdir()
-    refused(call, tmp_path, "s holds no pictures", *given)
     (folder / "report.json").write_text("{}")
     refused(call, tmp_path, "the folder of a run, but samples.npz is missing", *given)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests import models_under_test as models
+from tests.often import often
 from varjax import Generator, UserError, jax_settings
 from varjax.core.sampling import Sampling
 
@@ -64,14 +65,7 @@ def drawn(call, checkpoint, tmp_path):
     return draw
 
 
-def marked(names, often: int):
-    """The first ones are run often."""
-    return [
-        pytest.param(n, marks=pytest.mark.slow) if i >= often else n for i, n in enumerate(names)
-    ]
-
-
-@pytest.mark.parametrize("name", marked(OTHERS, 1))
+@pytest.mark.parametrize("name", often(["jax_enable_x64"], OTHERS))
 def test_pictures_do_not_depend_on_it(name, drawn):
     usual = USUAL or [drawn("usual")[0]]
     USUAL[:] = usual
@@ -93,7 +87,7 @@ def token_images(policy: str) -> tuple:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", marked(TOKEN_POLICIES, 1))
+@pytest.mark.parametrize("policy", TOKEN_POLICIES)
 def test_token_by_token_in_64_bits(policy):
     expected = token_images(policy)
     with told({"jax_enable_x64": True}):

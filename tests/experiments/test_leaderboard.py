@@ -81,14 +81,12 @@ def twice(folder):
     (folder / "sweep.json").write_text(text.replace('"seed": 7', '"seed": 0, "seed": 7'))
 
 
-PSNR, TIME = ("cells", 0, "fidelity", "psnr"), ("cells", 0, "time", "steady_s_per_image")
 UNUSABLE = [
     (shutil.rmtree, "no finished sweep"),
     (put(99, "format_version"), "version"),
     (twice, "key 'seed' is there twice"),
-    *((put(value, *PSNR), "cells[0].fidelity.psnr: ") for value in (nan, "12")),
-    *((put(value, *TIME), "cells[0].time.steady_s_per_image: ") for value in (5e-324, nan)),
-    *((put(n, "settings", "batch_size"), "settings.batch_size: ") for n in (0, 2.5)),
+    (put(nan, "cells", 0, "fidelity", "psnr"), "cells[0].fidelity.psnr: "),
+    (put(0, "settings", "batch_size"), "settings.batch_size: "),
 ]
 
 

@@ -15,148 +15,92 @@ from varjax.storage import checkpoint
 from varjax.storage.atomic import check_new_folder, new_folder
 
 
-def report(folder, name="report.json", **more):
-    content = dict.fromkeys(("policy", "kv", "settings", "cells", "versions"), {})
-    (folder / name).write_text(json.dumps(content | more))
+def report(**more):
+    return dict.fromkeys(("policy", "kv", "settings", "cells", "versions"), {}) | more
 
 
-def a_run(folder):
-    report(folder, files=["report.json", "grid.png"])
-    (folder / "grid.png").write_bytes(b"")
-
-
-def a_run_of_prompts(folder):
+def write_images(folder):
     prompts = PromptSet((Prompt("a dog", "00000", "line 1"),), PromptFormat.GENEVAL, 1)
     layouts.write_images(folder, prompts, np.zeros((1, 8, 8, 3), np.uint8), 1, seed=0)
-    report(folder, files=["report.json", "manifest.json"])
 
 
-def a_run_and_an_image(folder):
-    a_run_of_prompts(folder)
-    (folder / "images" / "00000" / "holiday.png").write_bytes(b"precious")
-
-
-def a_run_and_a_calibration(folder):
-    """A name that `sweep` writes."""
-    a_run(folder)
-    (folder / "calibration.json").write_text("precious")
-
-
-def a_run_and_arrays(folder):
-    """Which this run did not write."""
-    report(folder, files=["report.json"])
-    (folder / "arrays.npz").write_bytes(b"precious")
-
-
-def linked_images(folder):
-    a_run_of_prompts(folder)
+def link_images(folder):
     (folder / "images").rename(folder.parent / "elsewhere")
     (folder / "images").symlink_to("../elsewhere")
 
 
-def a_linked_grid(folder):
-    report(folder)
-    (folder / "grid.png").symlink_to("../elsewhere.png")
+def link(to):
+    return lambda path: path.symlink_to(to)
 
 
-def images_without_a_manifest(folder):
-    a_run_of_prompts(folder)
-    (folder / "manifest.json").unlink()
+def fill(folder, case):
+    """Write a folder of {file: text, JSON data, or a function of its path}, in this order; a name
+    that ends in a slash is the folder's own."""
+    for name, content in case.items():
+        path = folder if name.endswith("/") else folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if callable(content):
+            content(path)
+        else:
+            path.write_text(content if isinstance(content, str) else json.dumps(content))
 
 
-def a_list_of_anything(folder):
-    somebodys(folder)
-    report(folder, files=["report.json", "thesis.txt"])
-
-
-def a_sweep(folder):
-    report(folder, "sweep.json", files=["sweep.json", "samples.npz"])
-    (folder / "samples.npz").write_bytes(b"")
-    (folder / ".DS_Store").write_bytes(b"")
-
-
-def nothing(folder):
-    pass
-
-
-def somebodys(folder):
-    (folder / "thesis.txt").write_text("precious")
-
-
-def somebodys_report(folder):
-    (folder / "report.json").write_text('{"profit": 3}')
-
-
-def damaged_report(folder):
-    (folder / "report.json").write_text('{"policy": "x", "kv"')
-
-
-def a_run_and_notes(folder):
-    a_run(folder)
-    somebodys(folder)
-
-
+RUN = {"report.json": report(files=["report.json", "grid.png"]), "grid.png": ""}
+SWEEP = {"sweep.json": report(files=["sweep.json", "samples.npz"]), "samples.npz": ""}
+PROMPTS = {"written/": write_images, "report.json": report(files=["report.json", "manifest.json"])}
+SOMEBODYS = {"thesis.txt": "precious"}
 DESCRIBED = {"format_version": 1, "dtype": "float32", "parameters": 1}
 RECORD = {"size": 0, "crc32": "00000000"}
-
-
-def a_checkpoint(folder):
-    content = DESCRIBED | {"family": "var", "files": {"d/x": RECORD}}
-    (folder / "model.json").write_text(json.dumps(content))
-    (folder / "params" / "d").mkdir(parents=True)
-    (folder / "params" / "d" / "x").write_bytes(b"")
-
-
-def a_checkpoint_and_calibration(folder):
-    a_checkpoint(folder)
-    (folder / "calibration.json").write_text("{}")
-
-
-def a_checkpoint_and_an_encoder(folder):
-    """Which a user copied in: `model.json` does not name it."""
-    a_checkpoint(folder)
-    (folder / "text_encoder").mkdir()
-    an_encoder(folder / "text_encoder")
-
-
-def a_checkpoint_and_more_parameters(folder):
-    a_checkpoint(folder)
-    (folder / "params" / "d" / "mine").write_bytes(b"precious")
-
-
-def a_linked_checkpoint(folder):
-    a_checkpoint(folder)
-    (folder / "params" / "d" / "x").unlink()
-    (folder / "params" / "d" / "x").symlink_to("../../model.json")
-
-
-def an_encoder(folder):
-    content = DESCRIBED | {"kind": "t5", "files": {"params/x": RECORD, "spiece.model": RECORD}}
-    (folder / "text_encoder.json").write_text(json.dumps(content))
-    (folder / "params").mkdir()
-    (folder / "params" / "x").write_bytes(b"")
-    (folder / "spiece.model").write_bytes(b"")
-
-
-REPLACED = [(output.written, fill) for fill in (a_run, a_run_of_prompts, a_sweep, nothing)]
-REPLACED += [(checkpoint.written, fill) for fill in (a_checkpoint, an_encoder, nothing)]
-KEPT = [(output.written, fill) for fill in (somebodys, somebodys_report, damaged_report)]
-KEPT += [(output.written, fill) for fill in (a_run_and_notes, a_checkpoint)]
-KEPT += [(checkpoint.written, f) for f in (somebodys, a_run, a_checkpoint_and_calibration)]
-KEPT += [
-    (checkpoint.written, a_checkpoint_and_an_encoder),
-    (checkpoint.written, a_linked_checkpoint),
+CHECKPOINT = {
+    "model.json": DESCRIBED | {"family": "var", "files": {"d/x": RECORD}},
+    "params/d/x": "",
+}
+ENCODER = {
+    "text_encoder.json": DESCRIBED
+    | {"kind": "t5", "files": {"params/x": RECORD, "spiece.model": RECORD}},
+    "params/x": "",
+    "spiece.model": "",
+}
+REPLACED = {
+    "run": (output.written, RUN),
+    "run of prompts": (output.written, PROMPTS),
+    "sweep": (output.written, SWEEP | {".DS_Store": ""}),
+    "nothing for a run": (output.written, {}),
+    "checkpoint": (checkpoint.written, CHECKPOINT),
+    "encoder": (checkpoint.written, ENCODER),
+    "nothing for a checkpoint": (checkpoint.written, {}),
+}
+OF_RUNS = {
+    "somebody's": SOMEBODYS,
+    "notes beside it": RUN | SOMEBODYS,
+    "a linked grid": {"report.json": report(), "grid.png": link("../elsewhere.png")},
+    "a list of anything": {"report.json": report(files=["report.json", "thesis.txt"]), **SOMEBODYS},
+    "an image of somebody's": PROMPTS | {"images/00000/holiday.png": "precious"},
+    "linked images": PROMPTS | {"linked/": link_images},
+    "images without a manifest": PROMPTS | {"manifest.json": lambda path: path.unlink()},
+    "a checkpoint": CHECKPOINT,
+}
+OF_CHECKPOINTS = {
+    "somebody's": SOMEBODYS,
+    "a run": RUN,
+    "a calibration": CHECKPOINT | {"calibration.json": "{}"},
+    "an encoder that was copied in": CHECKPOINT
+    | {f"text_encoder/{name}": content for name, content in ENCODER.items()},
+    "more parameters": CHECKPOINT | {"params/d/mine": "precious"},
+    "a link": CHECKPOINT | {"params/d/x": link("../../model.json")},
+}
+KEPT = [
+    pytest.param(of, case, id=f"{name} for {of.__module__}")
+    for of, cases in ((output.written, OF_RUNS), (checkpoint.written, OF_CHECKPOINTS))
+    for name, case in cases.items()
 ]
-KEPT += [(output.written, fill) for fill in (a_run_and_an_image, a_run_and_a_calibration)]
-KEPT += [(output.written, fill) for fill in (a_run_and_arrays, linked_images, a_linked_grid)]
-KEPT += [(output.written, fill) for fill in (images_without_a_manifest, a_list_of_anything)]
-KEPT += [(checkpoint.written, a_checkpoint_and_more_parameters)]
 
 
-@pytest.mark.parametrize(("replaces", "fill"), REPLACED)
-def test_own_folders_are_replaced(tmp_path, replaces, fill):
+@pytest.mark.parametrize("case", REPLACED)
+def test_own_folders_are_replaced(tmp_path, case):
+    replaces, content = REPLACED[case]
     (tmp_path / "out").mkdir()
-    fill(tmp_path / "out")
+    fill(tmp_path / "out", content)
     with pytest.raises(UserError, match="exists already"):
         check_new_folder(tmp_path / "out")
     with new_folder(tmp_path / "out", replaces=replaces) as folder:
@@ -164,10 +108,10 @@ def test_own_folders_are_replaced(tmp_path, replaces, fill):
     assert runs.tree(tmp_path / "out") == {"new": b"new"}
 
 
-@pytest.mark.parametrize(("replaces", "fill"), KEPT)
-def test_no_other_folder_is_replaced(tmp_path, replaces, fill):
+@pytest.mark.parametrize(("replaces", "content"), KEPT)
+def test_no_other_folder_is_replaced(tmp_path, replaces, content):
     (tmp_path / "out").mkdir()
-    fill(tmp_path / "out")
+    fill(tmp_path / "out", content)
     before = runs.tree(tmp_path)
     with pytest.raises(UserError, match="out holds .* not replaced.*choose another"):
         with new_folder(tmp_path / "out", replaces=replaces) as folder:
@@ -179,16 +123,17 @@ def test_what_comes_later_is_not_replaced_either(tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(UserError, match="thesis.txt"):
         with new_folder(tmp_path / "out", replaces=output.written):
-            somebodys(tmp_path / "out")
+            fill(tmp_path / "out", SOMEBODYS)
     assert runs.tree(tmp_path) == {"out": "folder", "out/thesis.txt": b"precious"}
 
 
 def test_commands_check_before_they_work(tmp_path, call, monkeypatch):
     monkeypatch.setattr(Generator, "compile", lambda *a, **k: pytest.fail("compiled"))
     monkeypatch.chdir(tmp_path)
-    somebodys(tmp_path)
+    fill(tmp_path, SOMEBODYS)
     before = runs.tree(tmp_path)
-    for command, out in (("run", "."), ("run", "/"), ("sweep", f"../{tmp_path.name}")):
-        status, _, err = call(command, "--num_images=1", f"--out={out}", "--overwrite")
+    sweep = ("sweep", "--policies=swa", "--budgets=0.5")
+    for command, out in ((["run"], "."), (["run"], "/"), (sweep, f"../{tmp_path.name}")):
+        status, _, err = call(*command, "--num_images=1", f"--out={out}", "--overwrite")
         assert status == 2 and "holds '" in err and "is not replaced: " in err, err
     assert runs.tree(tmp_path) == before

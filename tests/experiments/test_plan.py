@@ -20,14 +20,8 @@ HUGE = "--geometry=layers=10,heads=100,head_dim=1000000,schedule=1x1;64x64;64x64
 
 def test_saved_arrays(call, tmp_path):
     path = tmp_path / "plan.npz"
-    flags = (
-        "--policy=streaming",
-        "--budget=0.5",
-        "--policy_args=sinks=1",
-        "--batch_size=2",
-        "--dtype=float32",
-    )
-    status, out, err = call("plan", GEOMETRY, *flags, f"--save={path}")
+    flags = ("--policy=streaming", "--budget=0.5", "--policy_args=sinks=1", "--batch_size=2")
+    status, out, err = call("plan", GEOMETRY, *flags, "--dtype=float32", f"--save={path}")
     assert status == 0, err
     assert "held per head" in out
     with np.load(path) as archive:
@@ -70,11 +64,8 @@ def test_saved_arrays(call, tmp_path):
         (("--checkpoint=/nowhere",), "no checkpoint"),
     ],
 )
-def test_bad_input(call, tmp_path, monkeypatch, flags, message):
-    monkeypatch.chdir(tmp_path)
-    status, out, err = call("plan", *flags)
-    assert status == 2 and message in err and not out
-    assert not list(tmp_path.iterdir())
+def test_bad_input(refused, flags, message):
+    refused("plan", message, *flags)
 
 
 @pytest.mark.slow

@@ -39,6 +39,8 @@ REMOVED, WRONG = object(), "wrong"
         (["cells", 0, "kv", "allocated_bytes"], 0, "cells[0].kv.allocated_bytes: 0 is less than"),
         (["cells", 0, "budget"], 7, "cells[0].budget: 7 is"),
         (["cells", 0, "fidelity", "psnr"], WRONG, "cells[0].fidelity.psnr: 'wrong' is"),
+        (["cells", 0, "time", "steady_s_per_image"], 5e-324, "steady_s_per_image: 5e-324 is less"),
+        (["settings", "batch_size"], 2.5, "settings.batch_size: 2.5 is not"),
         (["versions"], {"jax": 1}, "versions.jax: 1 is not"),
         # a lone surrogate, which JSON may hold and no page
         (["definitions"], {"\ud800": "x"}, "surrogates not allowed"),

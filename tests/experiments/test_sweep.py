@@ -15,7 +15,6 @@ from tests.experiments import made_up_sweep
 from varjax.calibration import files as calibration_lib
 from varjax.core.errors import UserError
 from varjax.generation.api import Generator
-from varjax.models.loading import describe
 
 FILES = ["fidelity.png", "samples.npz", "sweep.csv", "sweep.json", "sweep.md"]
 
@@ -185,13 +184,14 @@ def test_given_sizes_are_not_swept():
         assert cell.plan.capacity.max() == 20
 
 
-def test_every_cell_has_a_key_of_its_own():
+def test_every_cell_has_a_key_of_its_own(tmp_path):
     """Composed policies hold policies; they too can be told apart and written down."""
-    model = describe()
-    calibration = calibration_lib.load(calibration_lib.beside(model.directory), model.geometry)
+    geometry = made_up_sweep.GEOMETRY
+    made_up_sweep.write_calibration(tmp_path / "calibration.json")
+    calibration = calibration_lib.load(tmp_path / "calibration.json", geometry)
     text = "all,compose:allocate=heatkv+select=snapkv,compose:allocate=heatkv+select=h2o"
     entries = plan.parse_entries(text)
-    cells = plan.plan_cells(entries, [0.25], model.geometry, calibration, 2)
+    cells = plan.plan_cells(entries, [0.4], geometry, calibration, 2)
     planned = {cell.label: cell.key for cell in cells if cell.plan}
     snapkv, h2o = (planned.pop(entry.label) for entry in entries[-2:])
     assert planned.pop("compose") == snapkv != h2o  # the former is what compose is by default

@@ -22,7 +22,7 @@ DEMO, TEXT = "demo", models.FAMILIES["infinity"]
 INT8, FP8, W8A8 = (f" in {scheme}" for scheme in ("int8", "fp8", "w8a8"))  # after a model's name
 BY_TOKEN, TOKEN_TEXT = "llamagen_c2i", "llamagen_t2i"
 CASES = [  # weights and ragged heads divided
-    (DEMO, "heatkv", {"budget": 0.2}, "int8", ("data=2,model=4",)),
+    (DEMO, "heatkv", {"budget": 0.2}, "int8", ("data=2,model=4",))
 ]
 MORE = [  # contents decided on a part of the machine; meshes of one axis
     # contents decided by every head for itself: positions, sums and reaches divided

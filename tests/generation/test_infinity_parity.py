@@ -39,10 +39,7 @@ def model_of(case: str) -> Model:
 def features(arrays: dict) -> TextFeatures:
     negative = {}
     if "neg_text_kv" in arrays:
-        negative = {
-            "negative_kv": arrays["neg_text_kv"],
-            "negative_lens": arrays["neg_text_lens"],
-        }
+        negative = {"negative_kv": arrays["neg_text_kv"], "negative_lens": arrays["neg_text_lens"]}
     return TextFeatures(kv=arrays["text_kv"], lens=arrays["text_lens"], **negative)
 
 

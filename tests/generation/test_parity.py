@@ -42,10 +42,7 @@ def test_generation_is_identical(name, cfg):
     model, images = models.fixture_model(name), len(arrays["labels"])
     assert len(given["labels"]) == images
     generator = models.greedy_generator(
-        model,
-        cfg=float(cfg),
-        batch_size=images,
-        segments="auto" if name == "c_k5_nol2norm" else 1,
+        model, cfg=float(cfg), batch_size=images, segments="auto" if name == "c_k5_nol2norm" else 1
     )
     none = {"given": model.token_arrays.no_tokens(images), "given_scales": 0}
     results, _ = generator.run_batch(arrays["labels"], np.arange(images), **none)

@@ -117,10 +117,13 @@ def test_nonsense_elsewhere_is_refused(call, message):
 def test_progress(demo, monkeypatch, capfd):
     """Silent unless asked; a function gets the images that are done and all of them."""
 
-    def run_images(self, condition, index, **options):
-        return {"images": np.zeros((len(index), 2, 2, 3), np.float32)}, None
+    def batches(self, condition, **options):
+        for first in range(0, len(condition), self.batch_size):
+            index = np.arange(first, min(first + self.batch_size, len(condition)))
+            yield index, {"images": np.zeros((len(index), 2, 2, 3), np.float32)}
 
-    monkeypatch.setattr(varjax.Generator, "run_images", run_images)
+    monkeypatch.setattr(varjax.Generator, "batches", batches)
+    monkeypatch.setattr(varjax.Generator, "compile", lambda *_: None)
     seen = []
     assert len(varjax.generate(demo, range(5), batch_size=2)) == 5
     assert capfd.readouterr() == ("", "")

@@ -193,8 +193,7 @@ def test_predicted_and_planned_bytes(policy, name):
 
 
 @pytest.mark.parametrize(
-    ("policy", "name"),
-    often([("rkv", models.GROUPS)], itertools.product(BY_TOKEN, PROMPTED)),
+    ("policy", "name"), often([("rkv", models.GROUPS)], itertools.product(BY_TOKEN, PROMPTED))
 )
 def test_policies_on_prompt_models(policy, name):
     """Empty slots and the padding of prompts may hold anything; the cache stays within its

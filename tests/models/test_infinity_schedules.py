@@ -8,13 +8,7 @@ import numpy as np
 import pytest
 
 from varjax.core.errors import UserError
-from varjax.models.infinity.config import (
-    PIXELS,
-    TEMPLATES,
-    name_of,
-    resolve,
-    rope_positions,
-)
+from varjax.models.infinity.config import PIXELS, TEMPLATES, name_of, resolve, rope_positions
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "infinity"
 PUBLISHED = json.loads((FIXTURES / "dynamic_resolution.json").read_text())

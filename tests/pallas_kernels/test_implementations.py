@@ -99,12 +99,7 @@ def operation(*refusing: str):
     ("refusing", "triton", "expected", "warning"),
     [
         (("mosaic",), True, "triton", "the kernel triton runs instead: mosaic takes other"),
-        (
-            ("mosaic", "triton"),
-            True,
-            "reference",
-            "JAX reference .*: mosaic takes .*; triton",
-        ),
+        (("mosaic", "triton"), True, "reference", "JAX reference .*: mosaic takes .*; triton"),
         (("mosaic",), False, "reference", "JAX reference runs instead: mosaic takes"),
     ],
 )

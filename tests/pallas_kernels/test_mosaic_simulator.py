@@ -279,8 +279,7 @@ def test_a_place_that_is_filled_too_early_is_seen(monkeypatch, capsys):
 
 @pytest.mark.usefixtures("traced_anew")
 @pytest.mark.parametrize(
-    ("wait", "message"),
-    [("barrier_wait", UNWAITED), ("wait_load_tmem", RACE)],
+    ("wait", "message"), [("barrier_wait", UNWAITED), ("wait_load_tmem", RACE)]
 )
 def test_a_product_that_is_not_waited_for_is_seen(wait, message, monkeypatch, capsys):
     """Blackwell: sums that are read before they are there, or overwritten while they are read."""

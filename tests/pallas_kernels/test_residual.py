@@ -25,12 +25,7 @@ from varjax.fast.schemes import FP8, SCHEMES, W8A8
 GELU = partial(jax.nn.gelu, approximate=True)
 LAYERS, LAYER, EPS = 3, 1, 1e-6
 # (rows, tokens, width): tiles of four rows that overlap or not, single rows, rows of a warpgroup
-SHAPES = {
-    "tiles": (2, 8, 256),
-    "overlap": (2, 9, 384),
-    "single": (3, 1, 128),
-    "wide": (1, 5, 2688),
-}
+SHAPES = {"tiles": (2, 8, 256), "overlap": (2, 9, 384), "single": (3, 1, 128), "wide": (1, 5, 2688)}
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 

@@ -11,13 +11,7 @@ import pytest
 
 from pallas_kernels import implementations
 from pallas_kernels.arg_specs import SPECS
-from pallas_kernels.token_attention import (
-    HeadSlots,
-    NewToken,
-    attend,
-    scores,
-    store_and_attend,
-)
+from pallas_kernels.token_attention import HeadSlots, NewToken, attend, scores, store_and_attend
 from pallas_kernels.token_specs import PROTECTED, awaiting_token, token_arguments
 
 QUERY_HEADS = 8

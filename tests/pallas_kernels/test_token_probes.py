@@ -11,14 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import token_attention
-from pallas_kernels.token_attention import (
-    NewToken,
-    Probe,
-    mosaic_gpu,
-    reference,
-    tpu,
-    tpu_scores,
-)
+from pallas_kernels.token_attention import NewToken, Probe, mosaic_gpu, reference, tpu, tpu_scores
 from pallas_kernels.token_specs import awaiting_token, token_arguments
 from tests.often import often
 from tests.pallas_kernels import copy_rules, gpu_simulation

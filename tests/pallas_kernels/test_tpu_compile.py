@@ -61,39 +61,23 @@ def check(chip: str, cases: list[str]) -> None:
         assert scan["temp"] < scan["pool"], scan["case"]
 
 
+ONE_CHIP = """
+    attend-bfloat16-h64-b16-t169 attend-int8-h128-b32-t4096
+    attend-bfloat16-h64-b16-t1-n20-rows attend-bfloat16-h64-b16-t36-n15
+    moments-bfloat16-h128-b16-t400 write-bfloat16-h64-b16-t169 write-int8-h128-b64-t1
+    write-bfloat16-h64-b16-t36-n15 scan-bfloat16-h64-b16-t169 scan-int8-h128-b16-t64-rows
+    sample-8-256-4096 sample-1-16-65536 token-bfloat16-h64-s105 token-bfloat16-h100-s600
+    token-int8-h128-s105 token-bfloat16-h64-s577-used rank-1024-20-95
+    token-bfloat16-h64-s96-stored token-int8-h64-s96-stored
+    token-bfloat16-h100-s105-stored token-bfloat16-h64-s577-used-stored
+    token-bfloat16-h128-s600-g8-stored token-int8-h128-s577-g8-used-stored
+    token-bfloat16-h64-s96-stored-probed token-int8-h128-s105-g2-stored-probed
+    stage-bfloat16-h64-s105-q1 stage-int8-h100-s600-q8
+""".split()
+
+
 def test_one_chip():
-    check(
-        "tpu-v5e",
-        [
-            "attend-bfloat16-h64-b16-t169",
-            "attend-int8-h128-b32-t4096",
-            "attend-bfloat16-h64-b16-t1-n20-rows",
-            "attend-bfloat16-h64-b16-t36-n15",
-            "moments-bfloat16-h128-b16-t400",
-            "write-bfloat16-h64-b16-t169",
-            "write-int8-h128-b64-t1",
-            "write-bfloat16-h64-b16-t36-n15",
-            "scan-bfloat16-h64-b16-t169",
-            "scan-int8-h128-b16-t64-rows",
-            "sample-8-256-4096",
-            "sample-1-16-65536",
-            "token-bfloat16-h64-s105",
-            "token-bfloat16-h100-s600",
-            "token-int8-h128-s105",
-            "token-bfloat16-h64-s577-used",
-            "rank-1024-20-95",
-            "token-bfloat16-h64-s96-stored",
-            "token-int8-h64-s96-stored",
-            "token-bfloat16-h100-s105-stored",
-            "token-bfloat16-h64-s577-used-stored",
-            "token-bfloat16-h128-s600-g8-stored",
-            "token-int8-h128-s577-g8-used-stored",
-            "token-bfloat16-h64-s96-stored-probed",
-            "token-int8-h128-s105-g2-stored-probed",
-            "stage-bfloat16-h64-s105-q1",
-            "stage-int8-h100-s600-q8",
-        ],
-    )
+    check("tpu-v5e", ONE_CHIP)
 
 
 def test_highest_precision():

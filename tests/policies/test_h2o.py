@@ -3,13 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.policies.observations import (
-    CAPACITIES,
-    DEMO,
-    check_counts,
-    kept_columns,
-    observation,
-)
+from tests.policies.observations import CAPACITIES, DEMO, check_counts, kept_columns, observation
 from varjax import policies
 from varjax.core.errors import UserError
 from varjax.core.planner import plan_cache

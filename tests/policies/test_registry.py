@@ -134,9 +134,7 @@ def test_fields_are_what_they_say(name, field):
 
 @pytest.mark.parametrize(
     ("name", "field", "value"),
-    [
-        *(("amskv", name, v) for name, v in (("ratio", 1e308), ("theta", -1e300))),
-    ],
+    [*(("amskv", name, v) for name, v in (("ratio", 1e308), ("theta", -1e300)))],
 )
 def test_fields_that_are_refused(name, field, value):
     with pytest.raises(UserError, match=f"^policy '{name}': {field}="):

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from tests.often import often
-from tests.policies.observations import (
-    DEMO,
-)
+from tests.policies.observations import DEMO
 from varjax import policies
 from varjax.calibration.data import Calibration
 from varjax.core.allocation import Geometry

@@ -43,10 +43,7 @@ def served(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # between attempts
-    places_of = {
-        "source": [REPO, "var.safetensors"],
-        "tokenizer_source": [REPO, "vae.safetensors"],
-    }
+    places_of = {"source": [REPO, "var.safetensors"], "tokenizer_source": [REPO, "vae.safetensors"]}
     data = {"models": {"var-custom": places_of}, "repositories": {REPO: {"files": {}}}}
     monkeypatch.setattr(hub, "_data", lambda: data)
     files = {f"{REPO}/var.safetensors": WEIGHTS, f"{REPO}/vae.safetensors": TOKENIZER}
@@ -215,14 +212,8 @@ def test_names():
 
 
 def test_weights_of_a_folder():
-    names = [
-        "config.json",
-        "model-1.safetensors",
-        "pytorch_model.bin",
-        "tf_model.h5",
-        "spiece.model",
-    ]
-    listed = hub.Repository("a/b", "c", {name: (1, None) for name in [*names, "README.md"]})
+    names = "config.json model-1.safetensors pytorch_model.bin tf_model.h5 spiece.model README.md"
+    listed = hub.Repository("a/b", "c", {name: (1, None) for name in names.split()})
     assert listed.chosen("/") == ["config.json", "model-1.safetensors", "spiece.model"]
     with pytest.raises(UserError, match="has no x/ with weights"):
         listed.chosen("x/")

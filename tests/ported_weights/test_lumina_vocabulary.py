@@ -8,12 +8,7 @@ import pytest
 
 from tests import models_under_test as models
 from tests.ported_weights.conversions import converted, refused
-from tests.ported_weights.test_prompt_model_rules import (
-    LUMINA,
-    LUMINA_CONFIG,
-    WEIGHTS,
-    lumina,
-)
+from tests.ported_weights.test_prompt_model_rules import LUMINA, LUMINA_CONFIG, WEIGHTS, lumina
 
 
 @pytest.mark.slow

@@ -158,12 +158,7 @@ def test_malformed_content_is_a_user_error(tmp_path, torch_zip, case):
 
 BROKEN_PICKLES = {
     "empty": b"",
-    "no_stop": b"\x80\x02}",
     "stack_underflow": b"\x80\x02R.",
-    "no_mark": b"\x80\x02}u.",
-    "unknown_memo": b"\x80\x02h\x05.",
-    "append_to_dictionary": b"\x80\x02}K\x01a.",
-    "attributes_of_a_function": b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}b.",
     "extension_code": b"\x80\x02\x82\x01.",
     "instance": b"\x80\x02(S'touch x'\nios\nsystem\n.",
     "persistent_text": b"Pstorage\n.",

@@ -309,17 +309,6 @@ def test_the_command_refuses_the_same(name, budget, value, data):
     assert command(*flags) == expected
 
 
-@pytest.mark.parametrize(
-    "flag", ["--batch_size=0", "--batch_size=1000001", "--dtype=a", "--kv_dtype=None"]
-)
-def test_sizes_of_the_command(flag):
-    name, value = flag.removeprefix("--").split("=")
-    argument = {"batch_size": (int(value) if value.isdecimal() else 1, "float32")}
-    assert command(flag) == 2
-    with pytest.raises(UserError):
-        plan_cache(SMALL, policies.Full()).num_bytes(*argument.get(name, (1, value)))
-
-
 # --- limits ---
 
 LIMITS = {

@@ -82,21 +82,9 @@ def test_members_of_torch_files(tmp_path, torch_file, draw):
 _TENSOR = assemble(view("FloatStorage", "0", 12, 0, (3, 4), (4, 1)))
 _WORDS = [
     *(b".", b"}", b"]", b")", b"(", b"t", b"l", b"d", b"u", b"s", b"a", b"e", b"R", b"Q", b"b"),
-    *(
-        b"\x85",
-        b"\x86",
-        b"\x87",
-        b"\x93",
-        b"\x94",
-        b"q\0",
-        b"h\0",
-        b"q\1",
-        b"h\1",
-        b"0",
-        b"2",
-        b"N",
-    ),
-    *(b"\x88", b"K\x05", b"M\xff\xff", b"J\xff\xff\xff\xff", b"\x8a\x08" + b"\xff" * 7 + b"\x7f"),
+    *(b"\x85", b"\x86", b"\x87", b"\x93", b"\x94", b"\x88", b"0", b"2", b"N"),
+    *(b"q\0", b"h\0", b"q\1", b"h\1", b"K\x05", b"M\xff\xff", b"J\xff\xff\xff\xff"),
+    b"\x8a\x08" + b"\xff" * 7 + b"\x7f",
     *(b"X\1\0\0\0a", b"X\7\0\0\0storage", b"U\1x", b"I7\n", b"L7L\n", b"F1\n", b"G" + b"\x7f" * 8),
     *(b"ctorch\nFloatStorage\n", b"ctorch._utils\n_rebuild_tensor_v2\n", b"ctorch\nSize\n"),
     *(b"ccollections\nOrderedDict\n", b"cos\nsystem\n", b"\x95" + bytes(8), b"\x80\2", b"\xff"),
@@ -161,13 +149,7 @@ def test_indices_of_shards(tmp_path, draw):
 
 SCHEDULE = Schedule(((1, 1), (1, 2), (2, 3)))
 TRANSFORMER = VARConfig(
-    num_classes=3,
-    depth=1,
-    embed_dim=8,
-    num_heads=2,
-    schedule=SCHEDULE,
-    vocab_size=6,
-    z_channels=2,
+    num_classes=3, depth=1, embed_dim=8, num_heads=2, schedule=SCHEDULE, vocab_size=6, z_channels=2
 )
 CODEC = VQVAEConfig(vocab_size=6, z_channels=2, ch=32, ch_mult=(1,), schedule=SCHEDULE)
 CONFIGS = {"transformer": TRANSFORMER, "codec": CODEC}

@@ -34,16 +34,8 @@ from varjax.storage.families import Part
 from varjax.storage.pictures import save_png
 
 HEAVY = "here it would begin"  # instead of the last step of a command
-FILES = ["prompts.txt", "four.jsonl", "junk.json", "list.json", "object.json", "junk.npz", "x.npz"]
-FILES += [
-    "pictures.npz",
-    "features.npz",
-    "own_policy.py",
-    "broken.py",
-    "sweep",
-    "folder",
-    "junk.pth",
-]
+FILES = "prompts.txt four.jsonl junk.json list.json object.json junk.npz x.npz junk.pth".split()
+FILES += "pictures.npz features.npz own_policy.py broken.py sweep folder".split()
 PLACES = [*FILES, "new", "new.json", "folder/new", "no/where", "/proc/x", "/dev/null", ".", ".."]
 NUMBERS = ["0", "1", "2", "-1", "1.5", "nan", "inf", "-inf", "1e400", "1e-300", "2147483648"]
 NUMBERS += ["9" * 40, "0x10", "1_0", "\u0663", "1,2", "1,,2", ",", "1,x", "3,7,7", " 1 ", "1e3"]

@@ -240,10 +240,6 @@ JSON = {"Content-Type": "application/json"}
 @pytest.mark.parametrize(
     ("body", "status", "param"),
     [
-        ({"content": b"{", "headers": JSON}, 400, None),
-        ({"content": b"[1]", "headers": JSON}, 400, None),
-        ({"content": b"\xff\xfe", "headers": JSON}, 400, None),
-        ({"content": b"[" * 60_000, "headers": JSON}, 400, None),
         ({"content": b'{"\\ud800": 1, "prompt": "1"}', "headers": JSON}, 400, None),
         ({"content": b'{"prompt": "1", "budget": NaN}', "headers": JSON}, 422, "budget"),
         ({"content": b'{"prompt": "1", "cfg": 1e999}', "headers": JSON}, 422, "cfg"),
@@ -267,7 +263,7 @@ JSON = {"Content-Type": "application/json"}
         ({"json": {"class": 1, "promt": "b"}}, 422, "promt"),
         ({"json": {"class": 1, "paste": True}}, 422, "paste"),
     ],
-    ids=range(26),  # texts of bodies differ between processes
+    ids=range(22),  # texts of bodies differ between processes
 )
 def test_wrong_requests(client, body, status, param):
     assert_refused(client.post(GENERATIONS, **body), status, param)

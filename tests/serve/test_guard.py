@@ -198,15 +198,7 @@ def basic(password, name="me"):
 
 def test_the_key(programs):
     with guarded(programs, key=KEY) as address:
-        paths = (
-            "/",
-            "/v1/models",
-            "/v1/gallery",
-            "/docs",
-            "/openapi.json",
-            "/nothing",
-            "/metrics/",
-        )
+        paths = "/ /v1/models /v1/gallery /docs /openapi.json /nothing /metrics/".split()
         for path in (*paths, GENERATIONS):
             for given in (None, "Bearer other", KEY, basic("other"), "Basic \xff\xff", "Basic"):
                 lines = [] if given is None else [f"Authorization: {given}"]

@@ -9,13 +9,7 @@ import sys
 import pytest
 
 from varjax.core.errors import UserError
-from varjax.storage.atomic import (
-    check_new_file,
-    check_new_folder,
-    new_file,
-    new_folder,
-    write_text,
-)
+from varjax.storage.atomic import check_new_file, check_new_folder, new_file, new_folder, write_text
 
 
 def test_checking_a_place_leaves_nothing(tmp_path):

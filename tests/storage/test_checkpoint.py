@@ -121,10 +121,7 @@ def test_a_part_with_a_folder_of_its_own(tmp_path, modules):
         metadata={"sources": sources},
         files=files,
     )
-    assert list(checkpoint.load(tmp_path / "all", CATALOGUE)[0]) == [
-        "transformer",
-        "codec",
-    ]
+    assert list(checkpoint.load(tmp_path / "all", CATALOGUE)[0]) == ["transformer", "codec"]
     assert manifest.read_manifest(tmp_path / "all", FAMILIES)["sources"] == sources[:1]
     checkpoint.save(
         tmp_path / "alone",

@@ -51,10 +51,7 @@ REFUSED = {
     "zero": (dict(lens=[27, 0]), r"lens\[1\] is 0"),
     "shape": (dict(kv=np.zeros((3, 3, 8))), r"kv has shape \(3, 3, 8\)"),
     "not finite": (dict(kv=np.full((27, 8), np.nan)), "kv holds values that are NaN"),
-    "negative width": (
-        dict(negative_kv=_rows(2, 9), negative_lens=[2]),
-        "is not 8 wide as kv",
-    ),
+    "negative width": (dict(negative_kv=_rows(2, 9), negative_lens=[2]), "is not 8 wide as kv"),
     "flags": (dict(unconditional=[1, 0, 0, 0]), "unconditional has shape"),
     "long and empty": (dict(unconditional=[True] * 4), "true only for empty ones"),
 }

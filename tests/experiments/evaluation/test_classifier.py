@@ -11,11 +11,7 @@ from experiments.evaluation.extractors import CompiledNetwork
 from experiments.judges import feature_distance
 from varjax.core.errors import UserError
 from varjax.models import loading as models
-from varjax.models.judges.classifier import (
-    Classifier,
-    ClassifierConfig,
-    check_size,
-)
+from varjax.models.judges.classifier import Classifier, ClassifierConfig, check_size
 from varjax.storage import checkpoint
 
 TINY = ClassifierConfig(num_classes=3, image_size=16, widths=(8, 16))

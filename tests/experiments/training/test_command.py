@@ -12,27 +12,23 @@ def _run(*flags: str) -> int:
     return stop.value.code or 0
 
 
+@pytest.fixture
+def seen(monkeypatch):
+    """What trainings were asked for, which do not begin."""
+    seen = []
+    monkeypatch.setattr(train.session, "train", lambda *given: seen.append(given))
+    return seen
+
+
 WRONG = {
-    "list": (
-        ["--settings=patch_nums=1,a"],
-        "patch_nums=1,a is not valid: it must be integers",
-    ),
+    "list": (["--settings=patch_nums=1,a"], "patch_nums=1,a is not valid: it must be integers"),
     "sizes": (["--settings=patch_nums=1,2,5"], "which makes 40 pixels"),
     "data": (["--data=nowhere"], "there is no file or folder nowhere"),
     "interval": (["--settings=log_every=7"], "must be a multiple of log_every=7"),
-    "batch": (
-        ["--max_images=8", "--image_size=64"],
-        "vqvae_batch_size=16 given, but there are",
-    ),
-    "classifier": (
-        ["--stage=classifier", "--image_size=64"],
-        "classifier_batch_size=64 given",
-    ),
+    "batch": (["--max_images=8", "--image_size=64"], "vqvae_batch_size=16 given, but there are"),
+    "classifier": (["--stage=classifier", "--image_size=64"], "classifier_batch_size=64 given"),
     "no out": (["--out="], "--out= is empty"),
-    "other family": (
-        ["--settings=dropout=0.2"],
-        "dropout=0.2 is for family=llamagen only",
-    ),
+    "other family": (["--settings=dropout=0.2"], "dropout=0.2 is for family=llamagen only"),
     "init": (["--init=nowhere"], "nowhere"),
     "size of init": (
         ["--init=demo", "--settings=depth=9"],
@@ -62,9 +58,7 @@ def test_what_is_required_is_named(capsys):
     assert "--data is required (Folder or .npz file of pictures)" in said and said.count("\n") == 1
 
 
-def test_flags_become_settings(pictures, tmp_path, monkeypatch, capsys):
-    seen = []
-    monkeypatch.setattr(train.session, "train", lambda *given: seen.append(given))
+def test_flags_become_settings(pictures, tmp_path, seen, capsys):
     flags = [
         "--settings=patch_nums=1,4",
         "--settings=ch_mult=1,2,2,shared_aln=false",
@@ -78,10 +72,8 @@ def test_flags_become_settings(pictures, tmp_path, monkeypatch, capsys):
     assert "continue with --stage=var" in capsys.readouterr().out
 
 
-def test_init_has_defaults_of_its_own(pictures, tmp_path, monkeypatch, capsys):
+def test_init_has_defaults_of_its_own(pictures, tmp_path, seen, capsys):
     """Without a stage the codec stays as it is."""
-    seen = []
-    monkeypatch.setattr(train.session, "train", lambda *given: seen.append(given))
     flags = [f"--data={pictures}", f"--out={tmp_path}/x"]
     assert _run(*flags, "--init=demo") == 0
     assert (
@@ -98,17 +90,16 @@ def test_init_has_defaults_of_its_own(pictures, tmp_path, monkeypatch, capsys):
     capsys.readouterr()
 
 
-def test_defaults_of_a_family(pictures, tmp_path, monkeypatch, capsys):
+def test_defaults_of_a_family(pictures, tmp_path, seen, capsys):
     """Where they are not given; the help says so."""
-    seen = []
-    monkeypatch.setattr(train.session, "train", lambda *given: seen.append(given[0]))
     flags = [f"--data={pictures}", f"--out={tmp_path}/x", "--family=llamagen"]
     assert _run(*flags) == 0 and _run(*flags, "--settings=vocab_size=512,shifts=0") == 0
-    assert [(s.vocab_size, s.shifts, s.ch_mult) for s in seen] == [
+    assert [(s.vocab_size, s.shifts, s.ch_mult) for s, *_ in seen] == [
         (1024, 4, (1, 1, 1)),
         (512, 0, (1, 1, 1)),
     ]
-    assert seen[0].deciding("var").keys() - seen[0].deciding("vqvae").keys() >= {"dropout"}
+    own, codec = (seen[0][0].deciding(stage).keys() for stage in ("var", "vqvae"))
+    assert own - codec >= {"dropout"}
     capsys.readouterr()
     assert _run("--help") == 0
     said = " ".join(capsys.readouterr().out.split())

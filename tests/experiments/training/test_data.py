@@ -92,10 +92,6 @@ BAD = {
         {"data": IMAGES.ravel(), "offsets": np.array([0, 10, 5]), "labels": LABELS[:2]},
         "offsets do not cut data",
     ),
-    "overflow": (
-        {"images": IMAGES, "labels": LABELS + 2**32},
-        "labels are 4294967296 to 4294967299",
-    ),
     "files": (
         {"data": IMAGES.ravel(), "offsets": np.array([0, 10, 20]), "labels": LABELS[:2]},
         "picture 0 is no picture",

@@ -2,17 +2,14 @@
 repeated, and errors are said by all of them."""
 
 import json
-import os
 import pathlib
 import re
 import shutil
-import socket
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
+from tests.experiments import together
 from tests.experiments.training.conftest import _write_discs
 
 MANY = "tests.experiments.training.many"
@@ -25,33 +22,18 @@ TINY = (
 ).split()
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 def start(folder, out, each, *flags):
     """Train in processes, whose own things are in `each`: [{"when": signal, "flags": ...}]. Returns
     [(exit status, standard output, standard error)]."""
-    port, started = free_port(), []
+    port, commands = together.free_port(), []
     for i, own in enumerate(each):
-        notes = folder / f"notes-{out}-{i}"
-        command = [sys.executable, "-m", MANY, notes, own.get("when", "0")]
+        command = [MANY, folder / f"notes-{out}-{i}", own.get("when", "0")]
         if len(each) > 1:
             command += [f"--distributed=127.0.0.1:{port},{len(each)},{i}"]
         command += [f"--data={folder / 'discs.npz'}", f"--out={folder / own.get('out', out)}"]
-        command += [*TINY, *flags, *own.get("flags", ())]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}  # quick compilation, too
-        environment["JAX_COMPILATION_CACHE_DIR"] = str(folder / "programs")
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen(list(map(str, command)), env=environment, **pipes))
-    try:
-        texts = [process.communicate(timeout=1200) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [(p.returncode, *said) for p, said in zip(started, texts, strict=True)]
+        commands.append([*command, *TINY, *flags, *own.get("flags", ())])
+    kept = str(folder / "programs")  # quick compilation
+    return together.finished(commands, 1200, JAX_COMPILATION_CACHE_DIR=kept)
 
 
 def losses(out: pathlib.Path, stage: str) -> np.ndarray:
