@@ -6,9 +6,9 @@
 Draws images with the full cache, and learns for each budget a table of last uses by gradients
 through the model: its logits are to stay those of the full cache. As it goes it prints the
 divergence (KL) of images that are held back: a quarter as many, of other seeds. It begins with the
-table of `knapsack`, and ends with what was gained over it. A file belongs to one model, schedule
-and guidance; used with another one it is refused. In the checkpoint folder, as learned.npz, it is
-found by itself.
+table of `knapsack`, or where tokens are drawn one by one with a window behind four sinks, and ends
+with what was gained over it. A file belongs to one model, schedule and guidance; used with another
+one it is refused. In the checkpoint folder, as learned.npz, it is found by itself.
 
 An interrupted run goes on from its last save, in OUT.partial, when the same command is given again;
 the result is the same. What to choose: docs/howto/learn.md.
@@ -19,6 +19,7 @@ import hashlib
 import json
 import pathlib
 import shutil
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,7 @@ from experiments.training.learner import Learner, LearnerSettings, Samples
 from experiments.training.mesh import TrainingMesh
 from varjax import jax_settings
 from varjax.calibration import files as calibrations
-from varjax.calibration.data import Calibration
+from varjax.calibration.data import Calibration, order_of
 from varjax.conditions import Condition
 from varjax.core.errors import UserError
 from varjax.core.sampling import Sampling
@@ -56,6 +57,7 @@ from varjax.storage import lock
 from varjax.storage.parameters import default_dtype
 
 HELD_BACK = 4  # one held-back image for so many that are learned from
+SINKS = 4  # image tokens at the beginning that the first table keeps, token by token
 OWN_SEEDS = 10**6  # added to seeds, so that no image is learned from that other commands compare
 
 FLAGS = CommandFlags(
@@ -70,6 +72,9 @@ STEPS = FLAGS.integer(
 SAMPLING = SamplingFlags(FLAGS)
 BATCH_SIZE = batch_size_flag(FLAGS, 11, "Images of a step.")
 DTYPE = dtype_flag(FLAGS, None, "the weights")
+PERIOD = FLAGS.integer(
+    "period", None, "Tokens of a stage, of models that draw token by token; default: 8."
+)
 MESH = FLAGS.string("mesh", None, "Devices that share the images of a step: data=4.")
 OUT = FileFlags(FLAGS, "out", "The file to write.", required=True)
 
@@ -85,9 +90,9 @@ def samples(
 
     @jax.jit
     def seen(networks, given, tokens):
-        codes, transformer = teacher_forcing.seen_codes(networks, tokens), networks["transformer"]
-        of = (transformer, given, codes, sampling, Gates())
-        return codes, teacher_forcing.guided_of_scales(*of).astype(jnp.float32)
+        codes, transformer = teacher_forcing.given_of(networks, tokens), networks["transformer"]
+        logits = teacher_forcing.guided(transformer, given, codes, sampling, Gates())
+        return codes, logits.astype(jnp.float32)
 
     whole, own = np.arange(len(condition)), OWN_SEEDS + 2 * seed
     sets, found = [(whole, own), (whole[::HELD_BACK], own + 1)], []
@@ -108,6 +113,33 @@ def samples(
 
 
 def beginning(
+    model: Model, dtype: str, condition: Condition, sampling: Sampling, batch_size: int
+) -> tuple[str, Callable[[LearnerSettings], np.ndarray]]:
+    """Return what the tables begin with: its name, and last uses [L, N, F] for a budget."""
+    geometry = model.geometry_for(sampling)
+    if model.draws_tokens:
+
+        def window(one: LearnerSettings) -> np.ndarray:
+            rule, number = one.rule(geometry), np.arange(geometry.schedule.steps)
+            gain = number / number.size + np.where(number < SINKS, 2, 0)
+            stages = 1 + rule.source(geometry)[-1]
+            gain = np.broadcast_to(
+                gain, (stages, geometry.num_layers, geometry.num_heads, gain.size)
+            )
+            return rule.last_uses(gain, geometry, rule.room(geometry, one.budget))
+
+        return f"window, {SINKS} sinks", window
+    calibration = measured(model, dtype, condition, sampling, batch_size)
+
+    def knapsack(one: LearnerSettings) -> np.ndarray:
+        rule = Knapsack(budget=one.budget, _calibration=calibration).rule(geometry.kind)
+        last_use = rule.allocate(geometry, one.budget).last_use
+        return last_use[..., : geometry.schedule.persistent_tokens].astype(np.int32)
+
+    return "knapsack", knapsack
+
+
+def measured(
     model: Model, dtype: str, condition: Condition, sampling: Sampling, batch_size: int
 ) -> Calibration:
     """Return the calibration of the checkpoint; if it has none for this run, a new one."""
@@ -131,33 +163,31 @@ def learned(
     mesh: TrainingMesh,
     work: pathlib.Path,
 ) -> tuple[Calibration, dict[str, list[float]]]:
-    """Return the tables, and the divergences of held-back images in nats, a list for the tables of
-    `knapsack` and one for those that were learned."""
+    """Return the tables, and the divergences of held-back images in nats, a list for those that it
+    began with and one for those that were learned."""
     geometry, size, seed = model.geometry_for(sampling), settings[0].batch_size, settings[0].seed
-    calibration = beginning(model, dtype, condition, sampling, size)
+    name, start = beginning(model, dtype, condition, sampling, size)
     transformer, (train, held) = samples(model, dtype, condition, sampling, seed, size)
-    tables, gains = {}, {"knapsack": [], "learned": []}
+    tables, gains = {}, {name: [], "learned": []}
     for one in settings:
-        rule = Knapsack(budget=one.budget, _calibration=calibration).rule(geometry.kind)
-        last_use = rule.allocate(geometry, one.budget).last_use
         stage = Learner(
             transformer=transformer,
             sampling=sampling,
             geometry=geometry,
             train=train,
             held=held,
-            start=last_use[..., : geometry.schedule.persistent_tokens].astype(np.int32),
+            start=start(one),
             settings=one,
             mesh=mesh,
         )
         state = loop.run(stage, work)
         tables[one.budget] = np.round(255 * np.sqrt(stage.keep(state)[1:])).astype(np.uint8)
-        gains["knapsack"].append(stage.first_divergence)
+        gains[name].append(stage.first_divergence)
         gains["learned"].append(stage.validate(state)["KL"])
     result = Calibration(
         model=model.name,
         model_digest=calibrations.model_digest(model.metadata),
-        schedule=geometry.schedule,
+        schedule=order_of(geometry),
         num_layers=geometry.num_layers,
         num_heads=geometry.num_heads,
         guidance=sampling.guidance,
@@ -170,8 +200,8 @@ def learned(
 def main(argv: list[str]) -> None:
     target, budgets = OUT.check(), sorted(parse_budgets(BUDGETS.value))
     model = MODEL.resolve()
-    measure_calibration.check_scales(model)
-    condition, sampling = CONDITION.resolve(model), SAMPLING.sampling(model)
+    model, condition = MODEL.fitted(model, CONDITION.resolve(model))
+    sampling = SAMPLING.sampling(model)
     seed, dtype = SAMPLING.seed(10**9), DTYPE.value or default_dtype()
     with about(MESH):
         mesh = TrainingMesh.parse(MESH.value, len(jax.devices()) if MESH.value else 1)
@@ -187,9 +217,10 @@ def main(argv: list[str]) -> None:
         "dtype": dtype,
     }
     digest = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()
-    settings = [LearnerSettings(b, STEPS.value, size, seed, digest) for b in budgets]
+    period = PERIOD.value or (8 if model.draws_tokens else None)
+    settings = [LearnerSettings(b, STEPS.value, size, seed, digest, period) for b in budgets]
     for one in settings:
-        one.limit(geometry)
+        one.rule(geometry)
     try:
         with lock.held(work, f"another process learns in {work}: wait, or choose another --out"):
             loop.check_folder(work, {one.name: one.deciding(one.name) for one in settings})
@@ -207,7 +238,7 @@ def main(argv: list[str]) -> None:
 
 def summary(budgets: list[float], gains: dict[str, list[float]]) -> str:
     """Return the table that is printed at the end."""
-    rows = zip(budgets, gains["knapsack"], gains["learned"], strict=True)
+    rows = zip(budgets, *gains.values(), strict=True)
     cells = [(f"{budget:g}", f"{first:.4f}", f"{last:.4f}") for budget, first, last in rows]
     head = ("budget", *gains), ("---",) * 3
     lines = [f"| {' | '.join(row)} |" for row in (*head, *cells)]

@@ -105,8 +105,10 @@ def test_a_full_disk_leaves_nothing_half_written(call, folder, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--checkpoint=demo-llamagen",), "draws token by token"),
-        (("--budgets=0.00001",), "budget=1e-05 holds no token of this model"),
+        (("--budgets=0.00001",), "budget=1e-05 is too small"),
+        (("--checkpoint=demo-llamagen", "--budgets=0.03"), "the buffer of a stage (8)"),
+        (("--checkpoint=demo-llamagen", "--period=100"), "3 stages are of 85 tokens, choose that"),
+        (("--period=8",), "is for models that draw token by token"),
         (("--budgets=0.1,2",), "2 is outside (0, 1]"),
         (("--num_samples=0",), "num_samples"),
         (("--mesh=data=64",), "takes 64 devices"),

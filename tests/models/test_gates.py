@@ -27,7 +27,9 @@ def drawn(case: str):
     """The model, its sampling, and what the full cache draws: tokens and logits."""
     model = models.fixture_model(models.FAMILIES["infinity"] if case == "inside" else case)
     more = {"inside": {"cfg_insertion_layer": (-1,)}, "llamagen_c2i": {"cfg_interval": 4}}
-    sampling = Sampling(cfg=1.5, tau=1.2 if case in TOKENS else 1.0, greedy=True, **more.get(case, {}))
+    sampling = Sampling(
+        cfg=1.5, tau=1.2 if case in TOKENS else 1.0, greedy=True, **more.get(case, {})
+    )
     return model, sampling, run(model, sampling)
 
 
@@ -45,11 +47,8 @@ def forced(model, sampling, tokens, table=None):
     gates = Gates(values, period=PERIOD)
     with jax.default_matmul_precision("highest"):
         condition = jax.tree.map(jnp.asarray, models.arrays_of(model, NUMBERS))
-        given, guided = jnp.asarray(tokens), teacher_forcing.guided_of_tokens
-        if not model.draws_tokens:
-            given = jax.jit(teacher_forcing.seen_codes)(model.networks, tokens)
-            guided = teacher_forcing.guided_of_scales
-        logits = functools.partial(guided, sampling=sampling, gates=gates)
+        given = jax.jit(teacher_forcing.given_of)(model.networks, jnp.asarray(tokens))
+        logits = functools.partial(teacher_forcing.guided, sampling=sampling, gates=gates)
         return jax.jit(logits)(model.transformer, condition, given)
 
 

@@ -1,21 +1,22 @@
 """Logits of all tokens of an image at once, given the tokens: for training, for comparing with the
 originals, and for learning what heads may forget. The layers are the steps of the transformers.
 
-With gates, attention runs scale by scale, or stage by stage where tokens are drawn one by one: a
-gate in [0, 1] multiplies exp(score) of a key, for the queries of one scale. Its logarithm is one
-more channel of the keys, beside a channel of ones of the queries. So no gates of tokens by tokens
-exist, and any attention, also a fused one, gives gradients with respect to gates.
+With gates, attention runs scale by scale: a gate in [0, 1] multiplies exp(score) of a key, for the
+queries of one scale. Its logarithm is one more channel of the keys, beside a channel of ones of the
+queries. So no mask of tokens by tokens exists, and any attention, also a fused one, gives gradients
+with respect to gates. Where tokens are drawn one by one, keys have a channel for each stage, and
+queries a one in that of their own.
 
 Letters: as in `varjax.core.next_scale` and `varjax.core.next_token`; L tokens of all scales.
 """
 
 import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Integer, PyTree
 
@@ -23,6 +24,7 @@ from varjax.core import layers, stacked
 from varjax.core.next_scale import NextScaleTransformer
 from varjax.core.next_token import NextTokenTransformer
 from varjax.core.sampling import Sampling
+from varjax.core.sequence import SCALES, Schedule
 from varjax.core.step_inputs import StepInputs
 
 LEAST_GATE = 1e-30  # log 0 has no gradient; a key with this gate adds nothing to a float32 sum
@@ -49,30 +51,49 @@ class Gates:
 
     def attended(
         self,
-        starts: Sequence[int],
+        schedule: Schedule,
+        values: PyTree[Array],
+        q: Float[Array, "R N T H"],
+        k: Float[Array, "R N T H"],
+        v: Float[Array, "R N T H"],
+    ) -> Float[Array, "R T N H"]:
+        """The attention of one layer, scale by scale. values: its slice."""
+        q, parts = jnp.concatenate([q, jnp.ones_like(q[..., :1])], axis=-1), []
+        gates = None if values is None else self.of_layer(values)
+        for scale, (start, end) in enumerate(zip(schedule.starts, schedule.ends, strict=True)):
+            logs = jnp.zeros((*k.shape[:2], end), jnp.float32)
+            if gates is not None:
+                older = jnp.log(jnp.maximum(gates[:, scale, :, :start], LEAST_GATE))
+                # conditional rows come first, then the unconditional ones of the same images
+                older = jnp.tile(older, (len(q) // len(gates), 1, 1))
+                logs = logs.at[:, :, :start].set(older)
+            keys = jnp.concatenate([k[:, :, :end], logs[..., None].astype(k.dtype)], axis=-1)
+            parts.append(self.attention(q[:, :, start:end], keys, v[:, :, :end]))
+        return jnp.concatenate(parts, axis=1)
+
+    def attended_in_stages(
+        self,
+        stage: Int[np.ndarray, " T"],
         values: PyTree[Array],
         q: Float[Array, "R Q T H"],
         k: Float[Array, "R N T H"],
         v: Float[Array, "R N T H"],
-        mask: Bool[Array, "R 1 T T"] | None = None,
-        ungated: int = 0,
+        mask: Bool[Array, "R 1 T T"],
     ) -> Float[Array, "R T Q H"]:
-        """The attention of one layer. starts: of all scales. values: its slice. mask: of each
-        scale's own and earlier tokens. ungated: tokens of the condition."""
-        q, parts = jnp.concatenate([q, jnp.ones_like(q[..., :1])], axis=-1), []
-        gates = None if values is None else self.of_layer(values)
-        for scale, (start, end) in enumerate(itertools.pairwise([*starts, q.shape[2]])):
-            logs = jnp.zeros((*k.shape[:2], end), jnp.float32)
-            if gates is not None and start > ungated:
-                older = gates[:, scale, :, : start - ungated]
-                older = jnp.log(jnp.maximum(older, LEAST_GATE))
-                # conditional rows come first, then the unconditional ones of the same images
-                older = jnp.tile(older, (len(q) // len(gates), 1, 1))
-                logs = logs.at[:, :, ungated:start].set(older)
-            keys = jnp.concatenate([k[:, :, :end], logs[..., None].astype(k.dtype)], axis=-1)
-            own = None if mask is None else mask[:, :, start:end, :end]
-            parts.append(self.attention(q[:, :, start:end], keys, v[:, :, :end], own))
-        return jnp.concatenate(parts, axis=1)
+        """The attention of one layer to tokens that are drawn one by one, with a channel for every
+        stage but the condition. stage: of every token. values: its slice. mask: of earlier ones."""
+        condition, last = int((stage == 0).sum()), int(stage[-1])
+        later = np.arange(1, last + 1)
+        logs = jnp.zeros((*k.shape[:3], last), jnp.float32)
+        if values is not None:
+            gates = self.of_layer(values)[:, 1:, :, : len(stage) - condition]
+            older = jnp.log(jnp.maximum(jnp.moveaxis(gates, 1, -1), LEAST_GATE))
+            older = jnp.where(stage[condition:, None] < later, older, 0)
+            older = jnp.tile(older, (len(q) // len(gates), 1, 1, 1))
+            logs = logs.at[:, :, condition:].set(older)
+        own = jnp.broadcast_to(jnp.asarray(stage[:, None] == later, q.dtype), (*q.shape[:3], last))
+        q = jnp.concatenate([q, own], axis=-1)
+        return self.attention(q, jnp.concatenate([k, logs.astype(k.dtype)], axis=-1), v, mask)
 
 
 def of_scales(
@@ -105,7 +126,7 @@ def through_layers(
         projection, x = transformer.project(block, layer_context, shared, x)
         arrays = projection.queries(), projection.keys(), projection.values()
         if gates:
-            attended = gates.attended(schedule.starts, values, *arrays)
+            attended = gates.attended(schedule, values, *arrays)
         else:
             attended = layers.dense_attention(*arrays, mask)
         return transformer.post_attention(block, layer_context, shared, x, attended)
@@ -193,14 +214,14 @@ def through_token_layers(
     count, length = tokens.shape[1], visible.shape[1]
     mask = transformer.condition_mask(visible, count)
     rotation = transformer.rotation(context, jnp.arange(-length, count))
+    stage = np.maximum(1 + np.arange(-length, count) // (gates.period if gates else 1), 0)
 
     def layer(x, inputs):
         block, key, values = inputs
         projection = transformer.project(block, rotation, x)
         arrays = projection.queries(), projection.keys(), projection.values()
         if gates:
-            starts = 0, *range(length, length + count, gates.period)
-            attended = gates.attended(starts, values, *arrays, mask, length)
+            attended = gates.attended_in_stages(stage, values, *arrays, mask)
         else:
             attended = layers.dense_attention(*arrays, mask)
         drop = functools.partial(dropped_out, rate=dropout, key=key)
@@ -243,3 +264,25 @@ def dropped_out(
         return x
     kept = jax.random.bernoulli(jax.random.fold_in(key, number), 1 - rate, x.shape)
     return jnp.where(kept, x / (1 - rate), 0)
+
+
+# --- either kind ---------------------------------------------------------------------------------
+
+
+def given_of(networks: dict[str, nnx.Module], tokens: Integer[Array, "B L *bits"]) -> Array:
+    """What `guided` takes of an image's tokens: the codes that scales see, or tokens."""
+    scales = networks["transformer"].sequence().kind == SCALES
+    return seen_codes(networks, tokens) if scales else tokens
+
+
+def guided(
+    transformer: NextScaleTransformer | NextTokenTransformer,
+    condition: PyTree,
+    given: Array,
+    sampling: Sampling,
+    gates: Gates | None = None,
+) -> Float[Array, "B L *bits V"]:
+    """`guided_of_scales` or `guided_of_tokens`, as the model draws."""
+    scales = transformer.sequence().kind == SCALES
+    of = guided_of_scales if scales else guided_of_tokens
+    return of(transformer, condition, given, sampling, gates)
