@@ -53,6 +53,7 @@ from varjax.models.loading import load_weights
 from varjax.models.model import Model
 from varjax.models.teacher_forcing import Gates
 from varjax.policies.knapsack import Knapsack
+from varjax.policies.token_rule import SHORT_STAGE
 from varjax.storage import lock
 from varjax.storage.parameters import default_dtype
 
@@ -217,7 +218,7 @@ def main(argv: list[str]) -> None:
         "dtype": dtype,
     }
     digest = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()
-    period = PERIOD.value or (8 if model.draws_tokens else None)
+    period = PERIOD.value or (SHORT_STAGE if model.draws_tokens else None)
     settings = [LearnerSettings(b, STEPS.value, size, seed, digest, period) for b in budgets]
     for one in settings:
         one.rule(geometry)

@@ -9,7 +9,8 @@ Lagrangian holds the expected tokens after every store at the budget. At the end
 under the budget are those that gain most of sqrt(P(u >= s)) (`policies.last_uses`).
 
 Where tokens are drawn one by one, a stage takes the place of a scale, and every head has room of
-its own (`policies.learned.LearnedTokens`).
+its own (`policies.learned.LearnedTokens`). Tokens of a column of the image share logits by how many
+stages they have been there, to which each token's own are added: so few images tell much.
 
 The loss is told in parts of the first table's divergence, so that nothing here depends on how large
 a model's divergences are.
@@ -41,7 +42,8 @@ from varjax.models import teacher_forcing
 from varjax.models.teacher_forcing import Gates
 from varjax.policies.learned import Learned, LearnedScales, LearnedTokens
 
-FIRST_LOGIT = 2.5  # of the start's last use; the others have 0
+FIRST_LOGIT = {SCALES: 2.5, TOKENS: 4.0}  # of the start's last use; the others, of which tokens
+# have more, have 0
 TEMPERATURES = 0.7, 0.2  # of the samples, at the first step and at the last one
 STRETCH = 0.05  # what is cut off at both ends of a gate
 RATE, B1, B2, EPSILON = 0.15, 0.9, 0.98, 1e-15  # of Adam; its rate falls to a tenth
@@ -140,7 +142,11 @@ class Learner:
     # --- states -----------------------------------------------------------------------------------
 
     def _first(self) -> dict:
-        logits = FIRST_LOGIT * jax.nn.one_hot(self.start, self._programs.scales)
+        kind, scales = self.geometry.kind, self._programs.scales
+        logits = {"own": FIRST_LOGIT[kind] * jax.nn.one_hot(self.start, scales)}
+        if kind == TOKENS:
+            shape = *self.start.shape[:2], self.geometry.schedule.line, scales
+            logits["column"] = jnp.zeros(shape)
         multipliers = jax.eval_shape(self._programs.expected, logits)
         moments = self._programs.optimizer.init(logits)
         multipliers = jnp.zeros(multipliers.shape)
@@ -259,19 +265,22 @@ class Programs:
         gates = Gates(table, period=self.period or 1)
         return divergence(transformer, self.sampling, gates, batch).mean()
 
-    def existing(self, logits: Float[Array, "*L N F K"]) -> Float[Array, "*L N F K"]:
-        """Logits without last uses before a token exists."""
-        exists = np.arange(logits.shape[-1]) >= self.source[:, None]
-        return jnp.where(exists, logits, -1e9)
+    def last_use(self, logits: dict[str, Array]) -> Float[Array, "*L N F K"]:
+        """Logits of the last uses, of all layers or of one."""
+        own, since = logits["own"], np.arange(self.scales) - self.source[:, None]
+        if "column" in logits:
+            column = np.arange(self.source.size) % self.geometry.schedule.line
+            own = own + logits["column"][..., column[:, None], np.maximum(since, 0)]
+        return jnp.where(since >= 0, own, -1e9)  # no last use before a token exists
 
-    def kept(self, logits: Float[Array, "L N F K"]) -> Float[Array, "L N F K"]:
+    def kept(self, logits: dict[str, Array]) -> Float[Array, "L N F K"]:
         """P(u >= s) of every scale s."""
-        return kept_until(jax.nn.softmax(self.existing(logits), -1))
+        return kept_until(jax.nn.softmax(self.last_use(logits), -1))
 
-    def expected(self, logits: Float[Array, "L N F K"]) -> Float[Array, "..."]:
+    def expected(self, logits: dict[str, Array]) -> Float[Array, "..."]:
         """Expected tokens of all heads right after every store, [stores, L]; token by token those
         of every head that stay after a stage, [stages, L, N]."""
-        later = np.arange(logits.shape[-1]) > self.source[:, None]
+        later = np.arange(self.scales) > self.source[:, None]
         held = jnp.moveaxis(jnp.where(later, self.kept(logits), 0).sum(2), -1, 0)  # [K, L, N]
         if self.geometry.kind == TOKENS:
             return held[2:]
@@ -281,18 +290,18 @@ class Programs:
         return jnp.cumsum(done, -1) + waiting.sum(-1, keepdims=True) - jnp.cumsum(waiting, -1)
 
     def gates(
-        self, logits: Float[Array, "L N F K"], key: Array, images: int, tau: Float[Array, ""]
+        self, logits: dict[str, Array], key: Array, images: int, tau: Float[Array, ""]
     ) -> Gates:
         """Gates of sampled last uses; they are drawn layer by layer, and again for gradients."""
 
         def of_layer(values) -> Float[Array, "B K N F"]:
-            logits, key = values
-            noise = jax.random.gumbel(key, (images, *logits.shape))
-            kept = kept_until(jax.nn.softmax((self.existing(logits) + noise) / tau, -1))
+            last_use, key = self.last_use(values[0]), values[1]
+            noise = jax.random.gumbel(key, (images, *last_use.shape))
+            kept = kept_until(jax.nn.softmax((last_use + noise) / tau, -1))
             gates = jnp.clip((1 + 2 * STRETCH) * kept - STRETCH, 0, 1)
             return jnp.moveaxis(gates, -1, 1)
 
-        keys = jax.random.split(key, len(logits))
+        keys = jax.random.split(key, self.geometry.num_layers)
         return Gates((logits, keys), of_layer, period=self.period or 1)
 
 
