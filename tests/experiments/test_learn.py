@@ -11,9 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.evaluation.metrics import image_kl
 from experiments.training import learner
 from experiments.training.learner import LearnerSettings, Programs
 from tests import models_under_test as models
+from tests.models import test_gates
+from tests.models.test_gates import PERIOD, TOKENS
 from varjax.calibration import files as calibrations
 from varjax.core.allocator import after_each_store
 from varjax.core.planner import plan_cache
@@ -62,6 +65,29 @@ def test_tables_lose_less_than_their_start(written, folder):
         plan = plan_cache(model.geometry, Learned(budget=budget), found)
         assert plan.static_content and plan.pool_tokens <= budget * model.geometry.dense_tokens
         assert plan.policy.table is found.learned[0.1 if budget < 0.2 else 0.3]
+
+
+def test_tables_of_stages(call, tmp_path):
+    """Token by token: the engine keeps to the budget, and its divergence is that of the gates. The
+    period of a table is that of its stages."""
+    out, budget = tmp_path / "learned.npz", 0.4
+    flags = ("--num_samples=8", "--steps=3", "--batch_size=4", f"--budgets={budget}", f"--out={out}")
+    flags += (f"--checkpoint={models.checkpoint_folder(TOKENS[0])}", f"--period={PERIOD}")
+    status, _, err = call("learn", *flags)
+    assert status == 0 and "validation KL" in err, err
+    model, sampling, full = test_gates.drawn(TOKENS[0])
+    geometry = model.geometry_for(sampling)
+    plan = plan_cache(geometry, Learned(budget=budget), calibrations.load(out, geometry))
+    assert plan.policy.period == PERIOD
+    assert plan.num_bytes(2, "float32") <= budget * plan.dense_bytes(2, "float32")
+    engine = test_gates.run(model, sampling, None, full["tokens"], plan=plan)["logits"]
+    room = int(plan.allocation.slots[0]) - PERIOD
+    last_use = plan.rule.last_uses(plan.policy.gain, geometry, room)
+    table = last_use >= np.arange(1 + len(plan.policy.table))[:, None, None, None]
+    gated = test_gates.forced(model, sampling, full["tokens"], table)
+    expected = image_kl(full["logits"], engine)
+    assert expected.min() > 1e-3
+    np.testing.assert_allclose(image_kl(full["logits"], gated), expected, atol=1e-4)
 
 
 @pytest.mark.slow

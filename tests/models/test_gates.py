@@ -33,8 +33,8 @@ def drawn(case: str):
     return model, sampling, run(model, sampling)
 
 
-def run(model, sampling, policy="full", tokens=None):
-    exact = {"keep_logits": True, "matmul_precision": "highest", "kv_dtype": "float32"}
+def run(model, sampling, policy="full", tokens=None, **more):
+    exact = more | {"keep_logits": True, "matmul_precision": "highest", "kv_dtype": "float32"}
     exact |= {} if model.draws_tokens else {"segments": 1}
     generator = models.built(model, policy, sampling=sampling, batch_size=2, **exact)
     arrays = models.arrays_of(model, NUMBERS)
