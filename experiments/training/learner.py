@@ -9,8 +9,7 @@ Lagrangian holds the expected tokens after every store at the budget. At the end
 under the budget are those that gain most of sqrt(P(u >= s)) (`policies.last_uses`).
 
 Where tokens are drawn one by one, a stage takes the place of a scale, and every head has room of
-its own (`policies.learned.LearnedTokens`). Tokens of a column of the image share logits by how many
-stages they have been there, to which each token's own are added: so few images tell much.
+its own (`policies.learned.LearnedTokens`).
 
 The loss is told in parts of the first table's divergence, so that nothing here depends on how large
 a model's divergences are.
@@ -142,14 +141,11 @@ class Learner:
     # --- states -----------------------------------------------------------------------------------
 
     def _first(self) -> dict:
-        kind, scales = self.geometry.kind, self._programs.scales
-        logits = {"own": FIRST_LOGIT[kind] * jax.nn.one_hot(self.start, scales)}
-        if kind == TOKENS:
-            shape = *self.start.shape[:2], self.geometry.schedule.line, scales
-            logits["column"] = jnp.zeros(shape)
-        multipliers = jax.eval_shape(self._programs.expected, logits)
-        moments = self._programs.optimizer.init(logits)
-        multipliers = jnp.zeros(multipliers.shape)
+        programs = self._programs
+        first = FIRST_LOGIT[self.geometry.kind]
+        logits = first * jax.nn.one_hot(self.start, programs.scales)
+        multipliers = jnp.zeros(jax.eval_shape(programs.expected, logits).shape)
+        moments = programs.optimizer.init(logits)
         return {"logits": logits, "optimizer": moments, "multipliers": multipliers}
 
     @cached_property
@@ -226,7 +222,18 @@ class Programs:
     @property
     def scales(self) -> int:
         """K. The last scale has no token that is cached, the last stage has."""
-        return 1 + int(self.source[-1]) + (self.geometry.kind == SCALES)
+        return 1 + int(self.source[-1]) + (not self.period)
+
+    @property
+    def least(self) -> float:
+        """The least multiplier: 0 lets tokens be fewer than fit. The slots of a head serve nobody
+        else, so there they are to be filled."""
+        return -np.inf if self.period else 0.0
+
+    @property
+    def rooms(self) -> int:
+        """Heads that have room of their own; 1 where all share it."""
+        return self.geometry.num_layers * self.geometry.num_heads if self.period else 1
 
     @cached_property
     def optimizer(self) -> optax.GradientTransformation:
@@ -242,9 +249,9 @@ class Programs:
         def loss_of(logits):
             gates = self.gates(logits, key, len(batch[1]), tau)
             lost = divergence(transformer, self.sampling, gates, batch).mean()
-            over, multipliers = self.expected(logits) / limit - 1, state["multipliers"]
-            pressed = jnp.maximum(multipliers + WEIGHT * over, 0)
-            penalty = (pressed**2 - multipliers**2).sum() / (2 * WEIGHT)
+            over, multipliers = self.over(logits, limit), state["multipliers"]
+            pressed = jnp.maximum(multipliers + WEIGHT * over, self.least)
+            penalty = (pressed**2 - multipliers**2).sum() / (2 * WEIGHT * self.rooms)
             return lost / start + penalty, (lost, over)
 
         first, last = TEMPERATURES
@@ -255,7 +262,7 @@ class Programs:
         new = {
             "logits": optax.apply_updates(state["logits"], changes),
             "optimizer": moments,
-            "multipliers": jnp.maximum(state["multipliers"] + MULTIPLIER_STEP * over, 0),
+            "multipliers": jnp.maximum(state["multipliers"] + MULTIPLIER_STEP * over, self.least),
         }
         return state | new, {"loss": lost, "over": over.max()}
 
@@ -265,43 +272,47 @@ class Programs:
         gates = Gates(table, period=self.period or 1)
         return divergence(transformer, self.sampling, gates, batch).mean()
 
-    def last_use(self, logits: dict[str, Array]) -> Float[Array, "*L N F K"]:
-        """Logits of the last uses, of all layers or of one."""
-        own, since = logits["own"], np.arange(self.scales) - self.source[:, None]
-        if "column" in logits:
-            column = np.arange(self.source.size) % self.geometry.schedule.line
-            own = own + logits["column"][..., column[:, None], np.maximum(since, 0)]
-        return jnp.where(since >= 0, own, -1e9)  # no last use before a token exists
+    def existing(self, logits: Float[Array, "*L N F K"]) -> Float[Array, "*L N F K"]:
+        """Logits without last uses before a token exists."""
+        exists = np.arange(logits.shape[-1]) >= self.source[:, None]
+        return jnp.where(exists, logits, -1e9)
 
-    def kept(self, logits: dict[str, Array]) -> Float[Array, "L N F K"]:
+    def kept(self, logits: Float[Array, "L N F K"]) -> Float[Array, "L N F K"]:
         """P(u >= s) of every scale s."""
-        return kept_until(jax.nn.softmax(self.last_use(logits), -1))
+        return kept_until(jax.nn.softmax(self.existing(logits), -1))
 
-    def expected(self, logits: dict[str, Array]) -> Float[Array, "..."]:
+    def expected(self, logits: Float[Array, "L N F K"]) -> Float[Array, "..."]:
         """Expected tokens of all heads right after every store, [stores, L]; token by token those
         of every head that stay after a stage, [stages, L, N]."""
-        later = np.arange(self.scales) > self.source[:, None]
+        later = np.arange(logits.shape[-1]) > self.source[:, None]
         held = jnp.moveaxis(jnp.where(later, self.kept(logits), 0).sum(2), -1, 0)  # [K, L, N]
-        if self.geometry.kind == TOKENS:
+        if self.period:
             return held[2:]
         held = held.sum(-1)
         # as `core.allocator.after_each_store`
         done, waiting = held[1:], held[:-1]
         return jnp.cumsum(done, -1) + waiting.sum(-1, keepdims=True) - jnp.cumsum(waiting, -1)
 
+    def over(self, logits: Float[Array, "L N F K"], limit: Float[Array, ""]) -> Array:
+        """How far what is expected is above the limit, in parts of it, shaped as `expected`."""
+        if self.period:  # before it, as many as there are
+            stages = np.arange(1, self.scales - 1)[:, None, None]
+            limit = jnp.minimum(limit, stages * self.period)
+        return self.expected(logits) / limit - 1
+
     def gates(
-        self, logits: dict[str, Array], key: Array, images: int, tau: Float[Array, ""]
+        self, logits: Float[Array, "L N F K"], key: Array, images: int, tau: Float[Array, ""]
     ) -> Gates:
         """Gates of sampled last uses; they are drawn layer by layer, and again for gradients."""
 
         def of_layer(values) -> Float[Array, "B K N F"]:
-            last_use, key = self.last_use(values[0]), values[1]
-            noise = jax.random.gumbel(key, (images, *last_use.shape))
-            kept = kept_until(jax.nn.softmax((last_use + noise) / tau, -1))
+            logits, key = values
+            noise = jax.random.gumbel(key, (images, *logits.shape))
+            kept = kept_until(jax.nn.softmax((self.existing(logits) + noise) / tau, -1))
             gates = jnp.clip((1 + 2 * STRETCH) * kept - STRETCH, 0, 1)
             return jnp.moveaxis(gates, -1, 1)
 
-        keys = jax.random.split(key, self.geometry.num_layers)
+        keys = jax.random.split(key, len(logits))
         return Gates((logits, keys), of_layer, period=self.period or 1)
 
 

@@ -4,7 +4,6 @@ import errno
 import json
 import re
 import shutil
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +70,13 @@ def test_tables_of_stages(call, tmp_path):
     """Token by token: the engine keeps to the budget, and its divergence is that of the gates. The
     period of a table is that of its stages."""
     out, budget = tmp_path / "learned.npz", 0.4
-    flags = ("--num_samples=8", "--steps=3", "--batch_size=4", f"--budgets={budget}", f"--out={out}")
+    flags = (
+        "--num_samples=8",
+        "--steps=3",
+        "--batch_size=4",
+        f"--budgets={budget}",
+        f"--out={out}",
+    )
     flags += (f"--checkpoint={models.checkpoint_folder(TOKENS[0])}", f"--period={PERIOD}")
     status, _, err = call("learn", *flags)
     assert status == 0 and "validation KL" in err, err
@@ -202,7 +207,7 @@ def test_expected_tokens_of_certain_last_uses():
     scales, source = geometry.schedule.num_scales, programs.source
     shape = (geometry.num_layers, geometry.num_heads, source.size)
     last = np.maximum(source, np.random.default_rng(0).integers(0, scales, shape))
-    found = programs.expected({"own": 1e4 * jax.nn.one_hot(last, scales)})
+    found = programs.expected(1e4 * jax.nn.one_hot(last, scales))
     each = np.arange(scales)[:, None, None, None]
     held = ((last >= each) & (source < each)).sum((-1, -2))
     np.testing.assert_allclose(found, after_each_store(held)[:-1], rtol=1e-5)
@@ -212,12 +217,11 @@ def test_sampled_gates_follow_their_probabilities():
     """Cold samples are 0 or 1, and on average P(u >= s)."""
     model = models.fixture_model("b_k6_sharedaln")
     geometry = model.geometry
-    geometry = replace(geometry, num_layers=1)
     programs = Programs(model.sampling(), geometry, 1, 0)
     shape = (1, 1, programs.source.size, geometry.schedule.num_scales)
     logits = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
-    gates = programs.gates({"own": logits}, jax.random.key(0), 4000, jnp.float32(1e-3))
+    gates = programs.gates(logits, jax.random.key(0), 4000, jnp.float32(1e-3))
     drawn = np.asarray(gates.of_layer(jax.tree.map(lambda a: a[0], gates.values)))[:, :, 0]
     assert np.isin(drawn, (0, 1)).mean() > 0.99
-    expected = np.moveaxis(np.asarray(programs.kept({"own": logits}))[0, 0], -1, 0)
+    expected = np.moveaxis(np.asarray(programs.kept(logits))[0, 0], -1, 0)
     np.testing.assert_allclose(drawn.mean(0), expected, atol=0.05)

@@ -101,10 +101,9 @@ def of_scales(
     context: dict,
     shared: PyTree,
     x: Float[Array, "R L D"],
-    gates: Gates | None = None,
 ) -> Float[Array, "R L V"]:
     """Logits of all scales at once under the block-causal mask."""
-    x = through_layers(transformer, context, shared, x, gates)
+    x = through_layers(transformer, context, shared, x)
     return transformer.plain_logits(context["head"], x)
 
 
