@@ -19,7 +19,6 @@ import hashlib
 import json
 import pathlib
 import shutil
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +42,7 @@ from varjax import jax_settings
 from varjax.calibration import files as calibrations
 from varjax.calibration.data import Calibration, order_of
 from varjax.conditions import Condition
+from varjax.core.allocation import Geometry
 from varjax.core.errors import UserError
 from varjax.core.sampling import Sampling
 from varjax.generation import measure_calibration
@@ -115,33 +115,6 @@ def samples(
 
 def beginning(
     model: Model, dtype: str, condition: Condition, sampling: Sampling, batch_size: int
-) -> tuple[str, Callable[[LearnerSettings], np.ndarray]]:
-    """Return what the tables begin with: its name, and last uses [L, N, F] for a budget."""
-    geometry = model.geometry_for(sampling)
-    if model.draws_tokens:
-
-        def window(one: LearnerSettings) -> np.ndarray:
-            rule, number = one.rule(geometry), np.arange(geometry.schedule.steps)
-            gain = number / number.size + np.where(number < SINKS, 2, 0)
-            stages = 1 + rule.source(geometry)[-1]
-            gain = np.broadcast_to(
-                gain, (stages, geometry.num_layers, geometry.num_heads, gain.size)
-            )
-            return rule.last_uses(gain, geometry, rule.room(geometry, one.budget))
-
-        return f"window, {SINKS} sinks", window
-    calibration = measured(model, dtype, condition, sampling, batch_size)
-
-    def knapsack(one: LearnerSettings) -> np.ndarray:
-        rule = Knapsack(budget=one.budget, _calibration=calibration).rule(geometry.kind)
-        last_use = rule.allocate(geometry, one.budget).last_use
-        return last_use[..., : geometry.schedule.persistent_tokens].astype(np.int32)
-
-    return "knapsack", knapsack
-
-
-def measured(
-    model: Model, dtype: str, condition: Condition, sampling: Sampling, batch_size: int
 ) -> Calibration:
     """Return the calibration of the checkpoint; if it has none for this run, a new one."""
     try:
@@ -153,6 +126,21 @@ def measured(
         return found
     loaded = load_weights(model, dtype)
     return measure_calibration.measure(loaded, condition, sampling, batch_size=batch_size)
+
+
+def first_table(
+    one: LearnerSettings, geometry: Geometry, calibration: Calibration | None
+) -> np.ndarray:
+    """Return the last uses [L, N, F] that learning begins with: those of `knapsack`; token by
+    token the newest tokens and the first `SINKS`."""
+    if calibration is None:
+        rule, number = one.rule(geometry), np.arange(geometry.schedule.steps)
+        shape = 1 + rule.source(geometry)[-1], geometry.num_layers, geometry.num_heads, number.size
+        gain = np.broadcast_to(number / number.size + np.where(number < SINKS, 2, 0), shape)
+        return rule.last_uses(gain, geometry, rule.room(geometry, one.budget))
+    rule = Knapsack(budget=one.budget, _calibration=calibration).rule(geometry.kind)
+    last_use = rule.allocate(geometry, one.budget).last_use
+    return last_use[..., : geometry.schedule.persistent_tokens].astype(np.int32)
 
 
 def learned(
@@ -167,7 +155,9 @@ def learned(
     """Return the tables, and the divergences of held-back images in nats, a list for those that it
     began with and one for those that were learned."""
     geometry, size, seed = model.geometry_for(sampling), settings[0].batch_size, settings[0].seed
-    name, start = beginning(model, dtype, condition, sampling, size)
+    calibration, name = None, f"window, {SINKS} sinks"
+    if not model.draws_tokens:
+        calibration, name = beginning(model, dtype, condition, sampling, size), "knapsack"
     transformer, (train, held) = samples(model, dtype, condition, sampling, seed, size)
     tables, gains = {}, {name: [], "learned": []}
     for one in settings:
@@ -177,7 +167,7 @@ def learned(
             geometry=geometry,
             train=train,
             held=held,
-            start=start(one),
+            start=first_table(one, geometry, calibration),
             settings=one,
             mesh=mesh,
         )

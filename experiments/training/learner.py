@@ -125,13 +125,9 @@ class Learner:
         return Programs(self.sampling, self.geometry, self.steps, settings.seed, settings.period)
 
     @cached_property
-    def _rule(self) -> LearnedScales | LearnedTokens:
-        return self.settings.rule(self.geometry)
-
-    @cached_property
     def room(self) -> int:
         """Tokens that all heads may hold together; token by token, that may stay in each."""
-        return self._rule.room(self.geometry, self.settings.budget)
+        return self.settings.rule(self.geometry).room(self.geometry, self.settings.budget)
 
     @cached_property
     def first_divergence(self) -> float:
@@ -189,7 +185,9 @@ class Learner:
 
     def last_uses(self, state: Mapping) -> np.ndarray:
         """int [L, N, F]: the best last uses under the budget."""
-        return self._rule.last_uses(np.sqrt(self.keep(state)), self.geometry, self.room)
+        return self.settings.rule(self.geometry).last_uses(
+            np.sqrt(self.keep(state)), self.geometry, self.room
+        )
 
     def divergence(self, last_use: Int[np.ndarray, "L N F"]) -> float:
         """Mean divergence of the held-back images under a table, in nats per token."""
@@ -224,17 +222,6 @@ class Programs:
         """K. The last scale has no token that is cached, the last stage has."""
         return 1 + int(self.source[-1]) + (not self.period)
 
-    @property
-    def least(self) -> float:
-        """The least multiplier: 0 lets tokens be fewer than fit. The slots of a head serve nobody
-        else, so there they are to be filled."""
-        return -np.inf if self.period else 0.0
-
-    @property
-    def rooms(self) -> int:
-        """Heads that have room of their own; 1 where all share it."""
-        return self.geometry.num_layers * self.geometry.num_heads if self.period else 1
-
     @cached_property
     def optimizer(self) -> optax.GradientTransformation:
         rate = optax.cosine_decay_schedule(RATE, self.steps, 0.1)
@@ -245,13 +232,15 @@ class Programs:
         """The state after step n, and its metrics. scale: divergence of the start, and tokens that
         fit."""
         start, limit = scale
+        # 0 lets tokens be fewer than fit; slots of a head serve nobody else, so they are filled
+        least, rooms = (-jnp.inf, state["multipliers"][0].size) if self.period else (0, 1)
 
         def loss_of(logits):
             gates = self.gates(logits, key, len(batch[1]), tau)
             lost = divergence(transformer, self.sampling, gates, batch).mean()
             over, multipliers = self.over(logits, limit), state["multipliers"]
-            pressed = jnp.maximum(multipliers + WEIGHT * over, self.least)
-            penalty = (pressed**2 - multipliers**2).sum() / (2 * WEIGHT * self.rooms)
+            pressed = jnp.maximum(multipliers + WEIGHT * over, least)
+            penalty = (pressed**2 - multipliers**2).sum() / (2 * WEIGHT * rooms)
             return lost / start + penalty, (lost, over)
 
         first, last = TEMPERATURES
@@ -262,7 +251,7 @@ class Programs:
         new = {
             "logits": optax.apply_updates(state["logits"], changes),
             "optimizer": moments,
-            "multipliers": jnp.maximum(state["multipliers"] + MULTIPLIER_STEP * over, self.least),
+            "multipliers": jnp.maximum(state["multipliers"] + MULTIPLIER_STEP * over, least),
         }
         return state | new, {"loss": lost, "over": over.max()}
 

@@ -74,7 +74,8 @@ def test_gates_of_one_are_the_full_cache(case):
     model, sampling, full = drawn(case)
     plain = forced(model, sampling, full["tokens"])
     ones = forced(model, sampling, full["tokens"], np.ones_like(table_of(model, 1)))
-    np.testing.assert_array_equal(ones, plain)
+    rounding = 2e-6 if model.draws_tokens else 0  # channels of zeros in the scores
+    np.testing.assert_allclose(ones, plain, rtol=rounding, atol=rounding)
     np.testing.assert_allclose(ones, full["logits"], atol=1e-4)
 
 

@@ -24,7 +24,7 @@ from varjax.core import layers, stacked
 from varjax.core.next_scale import NextScaleTransformer
 from varjax.core.next_token import NextTokenTransformer
 from varjax.core.sampling import Sampling
-from varjax.core.sequence import SCALES, Schedule
+from varjax.core.sequence import SCALES, TOKENS, Schedule
 from varjax.core.step_inputs import StepInputs
 
 LEAST_GATE = 1e-30  # log 0 has no gradient; a key with this gate adds nothing to a float32 sum
@@ -35,7 +35,7 @@ class Gates:
     """Gates of the attention of all scales; token by token, of all stages.
 
     values: arrays with a leading axis of layers; each layer has its slice. None: the full cache,
-      which gates of one give, too, bit for bit.
+      which gates of one give, too, bit for bit; token by token but for rounding.
     of_layer: makes of a slice the gates of its layer, float [B or 1, K, N, tokens], of every image
       or of all alike: [b, s, n, j] is for scale s and key j, at least for every key that is cached.
       Its own scale a query sees ungated. Token by token s is a stage, of which 0 is the condition,
@@ -73,27 +73,27 @@ class Gates:
 
     def attended_in_stages(
         self,
-        stage: Int[np.ndarray, " T"],
+        condition: int,
         values: PyTree[Array],
         q: Float[Array, "R Q T H"],
         k: Float[Array, "R N T H"],
         v: Float[Array, "R N T H"],
         mask: Bool[Array, "R 1 T T"],
     ) -> Float[Array, "R T Q H"]:
-        """The attention of one layer to tokens that are drawn one by one, with a channel for every
-        stage but the condition. stage: of every token. values: its slice. mask: of earlier ones."""
-        condition, last = int((stage == 0).sum()), int(stage[-1])
-        later = np.arange(1, last + 1)
-        logs = jnp.zeros((*k.shape[:3], last), jnp.float32)
-        if values is not None:
-            gates = self.of_layer(values)[:, 1:, :, : len(stage) - condition]
-            older = jnp.log(jnp.maximum(jnp.moveaxis(gates, 1, -1), LEAST_GATE))
-            older = jnp.where(stage[condition:, None] < later, older, 0)
-            older = jnp.tile(older, (len(q) // len(gates), 1, 1, 1))
-            logs = logs.at[:, :, condition:].set(older)
-        own = jnp.broadcast_to(jnp.asarray(stage[:, None] == later, q.dtype), (*q.shape[:3], last))
-        q = jnp.concatenate([q, own], axis=-1)
-        return self.attention(q, jnp.concatenate([k, logs.astype(k.dtype)], axis=-1), v, mask)
+        """The attention of one layer where tokens are drawn one by one. condition: its tokens, the
+        first ones. mask: of earlier tokens."""
+        if values is None:
+            return self.attention(q, k, v, mask)
+        gates, count = self.of_layer(values), q.shape[2] - condition
+        stage = 1 + np.arange(count) // self.period
+        later, before = np.arange(1, 1 + stage[-1]), ((condition, 0), (0, 0))
+        older = jnp.log(jnp.maximum(jnp.moveaxis(gates[:, 1:, :, :count], 1, -1), LEAST_GATE))
+        older = jnp.where(stage[:, None] < later, older, 0).astype(k.dtype)
+        older = jnp.tile(jnp.pad(older, ((0, 0), (0, 0), *before)), (len(q) // len(gates), 1, 1, 1))
+        own = jnp.pad(jnp.asarray(stage[:, None] == later, q.dtype), before)
+        own = jnp.broadcast_to(own, (*q.shape[:3], later.size))
+        q, k = jnp.concatenate([q, own], axis=-1), jnp.concatenate([k, older], axis=-1)
+        return self.attention(q, k, v, mask)
 
 
 def of_scales(
@@ -213,14 +213,13 @@ def through_token_layers(
     count, length = tokens.shape[1], visible.shape[1]
     mask = transformer.condition_mask(visible, count)
     rotation = transformer.rotation(context, jnp.arange(-length, count))
-    stage = np.maximum(1 + np.arange(-length, count) // (gates.period if gates else 1), 0)
 
     def layer(x, inputs):
         block, key, values = inputs
         projection = transformer.project(block, rotation, x)
         arrays = projection.queries(), projection.keys(), projection.values()
         if gates:
-            attended = gates.attended_in_stages(stage, values, *arrays, mask)
+            attended = gates.attended_in_stages(length, values, *arrays, mask)
         else:
             attended = layers.dense_attention(*arrays, mask)
         drop = functools.partial(dropped_out, rate=dropout, key=key)
@@ -265,9 +264,6 @@ def dropped_out(
     return jnp.where(kept, x / (1 - rate), 0)
 
 
-# --- either kind ---------------------------------------------------------------------------------
-
-
 def given_of(networks: dict[str, nnx.Module], tokens: Integer[Array, "B L *bits"]) -> Array:
     """What `guided` takes of an image's tokens: the codes that scales see, or tokens."""
     scales = networks["transformer"].sequence().kind == SCALES
@@ -282,6 +278,5 @@ def guided(
     gates: Gates | None = None,
 ) -> Float[Array, "B L *bits V"]:
     """`guided_of_scales` or `guided_of_tokens`, as the model draws."""
-    scales = transformer.sequence().kind == SCALES
-    of = guided_of_scales if scales else guided_of_tokens
+    of = {SCALES: guided_of_scales, TOKENS: guided_of_tokens}[transformer.sequence().kind]
     return of(transformer, condition, given, sampling, gates)
