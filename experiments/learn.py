@@ -53,7 +53,7 @@ from varjax.models.loading import load_weights
 from varjax.models.model import Model
 from varjax.models.teacher_forcing import Gates
 from varjax.policies.knapsack import Knapsack
-from varjax.policies.token_rule import SHORT_STAGE
+from varjax.policies.token_rule import SHORT_STAGE, period_of
 from varjax.storage import lock
 from varjax.storage.parameters import default_dtype
 
@@ -74,7 +74,11 @@ SAMPLING = SamplingFlags(FLAGS)
 BATCH_SIZE = batch_size_flag(FLAGS, 11, "Images of a step.")
 DTYPE = dtype_flag(FLAGS, None, "the weights")
 PERIOD = FLAGS.integer(
-    "period", None, "Tokens of a stage, of models that draw token by token; default: 8."
+    "period",
+    None,
+    "Tokens of a stage, or fewer in stages as even as can be; of models that draw token by token; "
+    "default: 8.",
+    lower_bound=1,
 )
 MESH = FLAGS.string("mesh", None, "Devices that share the images of a step: data=4.")
 OUT = FileFlags(FLAGS, "out", "The file to write.", required=True)
@@ -91,7 +95,9 @@ def samples(
 
     @jax.jit
     def seen(networks, given, tokens):
-        codes, transformer = teacher_forcing.given_of(networks, tokens), networks["transformer"]
+        codes, transformer = tokens, networks["transformer"]
+        if not model.draws_tokens:
+            codes = teacher_forcing.seen_codes(networks, tokens)
         logits = teacher_forcing.guided(transformer, given, codes, sampling, Gates())
         return codes, logits.astype(jnp.float32)
 
@@ -208,7 +214,10 @@ def main(argv: list[str]) -> None:
         "dtype": dtype,
     }
     digest = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()
-    period = PERIOD.value or (SHORT_STAGE if model.draws_tokens else None)
+    period = PERIOD.value
+    if model.draws_tokens:  # stages that are as even as can be, so that a table tells the period
+        stages = -(-geometry.schedule.steps // (period or SHORT_STAGE))
+        period = period_of(geometry.schedule, stages)
     settings = [LearnerSettings(b, STEPS.value, size, seed, digest, period) for b in budgets]
     for one in settings:
         one.rule(geometry)

@@ -54,7 +54,8 @@ class Samples:
     """Images that the full cache has drawn.
 
     condition: arrays of all images, as `encode_condition` takes them.
-    given: `teacher_forcing.given_of` their tokens, float32 [I, L, C] or int32 [I, L].
+    given: float32 [I, L, C], `teacher_forcing.seen_codes` of their tokens; token by token these
+      themselves, int32 [I, L].
     logits: float32 [I, L, (bits,) V], the full cache's.
     """
 

@@ -47,7 +47,9 @@ def forced(model, sampling, tokens, table=None):
     gates = Gates(values, period=PERIOD)
     with jax.default_matmul_precision("highest"):
         condition = jax.tree.map(jnp.asarray, models.arrays_of(model, NUMBERS))
-        given = jax.jit(teacher_forcing.given_of)(model.networks, jnp.asarray(tokens))
+        given = jnp.asarray(tokens)
+        if not model.draws_tokens:
+            given = jax.jit(teacher_forcing.seen_codes)(model.networks, given)
         logits = functools.partial(teacher_forcing.guided, sampling=sampling, gates=gates)
         return jax.jit(logits)(model.transformer, condition, given)
 

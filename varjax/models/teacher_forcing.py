@@ -264,12 +264,6 @@ def dropped_out(
     return jnp.where(kept, x / (1 - rate), 0)
 
 
-def given_of(networks: dict[str, nnx.Module], tokens: Integer[Array, "B L *bits"]) -> Array:
-    """What `guided` takes of an image's tokens: the codes that scales see, or tokens."""
-    scales = networks["transformer"].sequence().kind == SCALES
-    return seen_codes(networks, tokens) if scales else tokens
-
-
 def guided(
     transformer: NextScaleTransformer | NextTokenTransformer,
     condition: PyTree,
@@ -277,6 +271,6 @@ def guided(
     sampling: Sampling,
     gates: Gates | None = None,
 ) -> Float[Array, "B L *bits V"]:
-    """`guided_of_scales` or `guided_of_tokens`, as the model draws."""
+    """`guided_of_scales` or `guided_of_tokens`, as the model draws. given: codes, or tokens."""
     of = {SCALES: guided_of_scales, TOKENS: guided_of_tokens}[transformer.sequence().kind]
     return of(transformer, condition, given, sampling, gates)

@@ -69,14 +69,6 @@ class LearnedTokens(ListedRule):
         policy.require("period", given in (None, period), rule)
         return replace(policy, period=period)
 
-    def check(self, geometry: Geometry) -> None:
-        super().check(geometry)
-        sequence = geometry.schedule
-        stages = -(-sequence.steps // self.policy.period)
-        even = period_of(sequence, stages)  # as it is read from a table
-        rule = f": {stages} stages are of {even} tokens, choose that"
-        self.policy.require("period", self.policy.period == even, rule)
-
     def source(self, geometry: Geometry) -> Int[np.ndarray, " F"]:
         """The stage of every image token that is cached."""
         return 1 + np.arange(geometry.schedule.steps) // self.policy.period
@@ -88,17 +80,19 @@ class LearnedTokens(ListedRule):
     def last_uses(
         self, gain: Float[np.ndarray, "K L N F"], geometry: Geometry, room: int
     ) -> Int[np.ndarray, "L N F"]:
-        """Good last uses. gain: what each stage sees in a token."""
+        """Last uses of those that are worth most. gain: what each stage sees in a token."""
         return last_uses_of_heads(gain, self.source(geometry), room)
 
-    def following(self, geometry: Geometry, allocation: StageAllocation) -> np.ndarray:
+    def inputs(
+        self, geometry: Geometry, allocation: StageAllocation, image_index: np.ndarray
+    ) -> np.ndarray:
         room = int(allocation.slots[0]) - self.policy.period
         if room not in self.policy.known:
             last = self.last_uses(self.policy.gain, geometry, room)[:, None]
             stage = np.arange(2, 1 + len(self.policy.table))[:, None, None]
             # the last token of an image is seen by none
             seen = np.pad(last >= stage, [(0, 0)] * 3 + [(0, 1)])
-            self.policy.known[room] = seen
+            self.policy.known[room] = seen[:, :, None]
         return self.policy.known[room]
 
 
@@ -178,7 +172,7 @@ class Learned(StagedPolicy):
 
     @cached_property
     def known(self) -> dict[int, np.ndarray]:
-        """What stages see, bool [L, K - 2, N, image tokens], for each number that may stay."""
+        """Inputs of the device for each number of tokens that may stay."""
         return {}
 
     def content(self) -> str | None:

@@ -127,16 +127,13 @@ class TableTokens(ListedRule):
         refuse_more(self.policy, geometry, budget, held, self.policy.path)
         return StageAllocation(needed, self.policy.period)
 
-    def following(self, geometry: Geometry, allocation: StageAllocation) -> np.ndarray:
-        return self._visible(geometry)[2:].swapaxes(0, 1)
-
     def inputs(
         self, geometry: Geometry, allocation: StageAllocation, image_index: np.ndarray
     ) -> np.ndarray:
-        if not self.policy.per_row:
-            return super().inputs(geometry, allocation, image_index)
-        rows = self.policy.rows_of(geometry, image_index)
-        return self.following(geometry, allocation)[:, :, rows]
+        following = self._visible(geometry)[2:].swapaxes(0, 1)
+        if self.policy.per_row:
+            return following[:, :, self.policy.rows_of(geometry, image_index)]
+        return following[:, :, None]
 
 
 @register("table")

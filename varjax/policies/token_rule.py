@@ -140,19 +140,10 @@ class StagedPolicy(Policy):
 
 
 class ListedRule(TokenRule):
-    """Base of rules whose policy knows beforehand what every stage of every head sees."""
+    """Base of rules whose `inputs` say what the next stage sees: bool [L, stages that end with a
+    decision, R or 1, N, image tokens]."""
 
-    inputs_heads = 1  # [R or 1, N, image tokens]
-
-    def following(self, geometry: Geometry, allocation: StageAllocation) -> np.ndarray:
-        """bool [L, stages that end with a decision, (rows,) N, image tokens]: what the next stage
-        sees."""
-        raise NotImplementedError(f"{type(self).__name__} has no `following`")
-
-    def inputs(
-        self, geometry: Geometry, allocation: StageAllocation, image_index: np.ndarray
-    ) -> np.ndarray:
-        return self.following(geometry, allocation)[:, :, None]
+    inputs_heads = 1
 
     def select(self, obs: Observation) -> Bool[Array, "R N K"]:
         kept = jnp.broadcast_to(obs.inputs, (*obs.position.shape[:2], obs.inputs.shape[-1]))
