@@ -6,9 +6,9 @@
 Draws images with the full cache, and learns for each budget a table of last uses by gradients
 through the model: its logits are to stay those of the full cache. As it goes it prints the
 divergence (KL) of images that are held back: a quarter as many, of other seeds. It begins with the
-table of `knapsack`, and ends with what was gained over it. A file belongs to one model, schedule
-and guidance; used with another one it is refused. In the checkpoint folder, as learned.npz, it is
-found by itself.
+table of `knapsack`, or where tokens are drawn one by one with a window behind four sinks, and ends
+with what was gained over it. A file belongs to one model, schedule and guidance; used with another
+one it is refused. In the checkpoint folder, as learned.npz, it is found by itself.
 
 An interrupted run goes on from its last save, in OUT.partial, when the same command is given again;
 the result is the same. What to choose: docs/howto/learn.md.
@@ -40,8 +40,9 @@ from experiments.training.learner import Learner, LearnerSettings, Samples
 from experiments.training.mesh import TrainingMesh
 from varjax import jax_settings
 from varjax.calibration import files as calibrations
-from varjax.calibration.data import Calibration
+from varjax.calibration.data import Calibration, order_of
 from varjax.conditions import Condition
+from varjax.core.allocation import Geometry
 from varjax.core.errors import UserError
 from varjax.core.sampling import Sampling
 from varjax.generation import measure_calibration
@@ -52,10 +53,12 @@ from varjax.models.loading import load_weights
 from varjax.models.model import Model
 from varjax.models.teacher_forcing import Gates
 from varjax.policies.knapsack import Knapsack
+from varjax.policies.token_rule import SHORT_STAGE, period_of
 from varjax.storage import lock
 from varjax.storage.parameters import default_dtype
 
 HELD_BACK = 4  # one held-back image for so many that are learned from
+SINKS = 4  # image tokens at the beginning that the first table keeps, token by token
 OWN_SEEDS = 10**6  # added to seeds, so that no image is learned from that other commands compare
 
 FLAGS = CommandFlags(
@@ -70,6 +73,13 @@ STEPS = FLAGS.integer(
 SAMPLING = SamplingFlags(FLAGS)
 BATCH_SIZE = batch_size_flag(FLAGS, 11, "Images of a step.")
 DTYPE = dtype_flag(FLAGS, None, "the weights")
+PERIOD = FLAGS.integer(
+    "period",
+    None,
+    "Tokens of a stage, or fewer in stages as even as can be; of models that draw token by token; "
+    "default: 8.",
+    lower_bound=1,
+)
 MESH = FLAGS.string("mesh", None, "Devices that share the images of a step: data=4.")
 OUT = FileFlags(FLAGS, "out", "The file to write.", required=True)
 
@@ -85,9 +95,11 @@ def samples(
 
     @jax.jit
     def seen(networks, given, tokens):
-        codes, transformer = teacher_forcing.seen_codes(networks, tokens), networks["transformer"]
-        of = (transformer, given, codes, sampling, Gates())
-        return codes, teacher_forcing.guided_of_scales(*of).astype(jnp.float32)
+        codes, transformer = tokens, networks["transformer"]
+        if not model.draws_tokens:
+            codes = teacher_forcing.seen_codes(networks, tokens)
+        logits = teacher_forcing.guided(transformer, given, codes, sampling, Gates())
+        return codes, logits.astype(jnp.float32)
 
     whole, own = np.arange(len(condition)), OWN_SEEDS + 2 * seed
     sets, found = [(whole, own), (whole[::HELD_BACK], own + 1)], []
@@ -122,6 +134,21 @@ def beginning(
     return measure_calibration.measure(loaded, condition, sampling, batch_size=batch_size)
 
 
+def first_table(
+    one: LearnerSettings, geometry: Geometry, calibration: Calibration | None
+) -> np.ndarray:
+    """Return the last uses [L, N, F] that learning begins with: those of `knapsack`; token by
+    token the newest tokens and the first `SINKS`."""
+    if calibration is None:
+        rule, number = one.rule(geometry), np.arange(geometry.schedule.steps)
+        shape = 1 + rule.source(geometry)[-1], geometry.num_layers, geometry.num_heads, number.size
+        gain = np.broadcast_to(number / number.size + np.where(number < SINKS, 2, 0), shape)
+        return rule.last_uses(gain, geometry, rule.room(geometry, one.budget))
+    rule = Knapsack(budget=one.budget, _calibration=calibration).rule(geometry.kind)
+    last_use = rule.allocate(geometry, one.budget).last_use
+    return last_use[..., : geometry.schedule.persistent_tokens].astype(np.int32)
+
+
 def learned(
     model: Model,
     dtype: str,
@@ -131,33 +158,33 @@ def learned(
     mesh: TrainingMesh,
     work: pathlib.Path,
 ) -> tuple[Calibration, dict[str, list[float]]]:
-    """Return the tables, and the divergences of held-back images in nats, a list for the tables of
-    `knapsack` and one for those that were learned."""
+    """Return the tables, and the divergences of held-back images in nats, a list for those that it
+    began with and one for those that were learned."""
     geometry, size, seed = model.geometry_for(sampling), settings[0].batch_size, settings[0].seed
-    calibration = beginning(model, dtype, condition, sampling, size)
+    calibration, name = None, f"window, {SINKS} sinks"
+    if not model.draws_tokens:
+        calibration, name = beginning(model, dtype, condition, sampling, size), "knapsack"
     transformer, (train, held) = samples(model, dtype, condition, sampling, seed, size)
-    tables, gains = {}, {"knapsack": [], "learned": []}
+    tables, gains = {}, {name: [], "learned": []}
     for one in settings:
-        rule = Knapsack(budget=one.budget, _calibration=calibration).rule(geometry.kind)
-        last_use = rule.allocate(geometry, one.budget).last_use
         stage = Learner(
             transformer=transformer,
             sampling=sampling,
             geometry=geometry,
             train=train,
             held=held,
-            start=last_use[..., : geometry.schedule.persistent_tokens].astype(np.int32),
+            start=first_table(one, geometry, calibration),
             settings=one,
             mesh=mesh,
         )
         state = loop.run(stage, work)
         tables[one.budget] = np.round(255 * np.sqrt(stage.keep(state)[1:])).astype(np.uint8)
-        gains["knapsack"].append(stage.first_divergence)
+        gains[name].append(stage.first_divergence)
         gains["learned"].append(stage.validate(state)["KL"])
     result = Calibration(
         model=model.name,
         model_digest=calibrations.model_digest(model.metadata),
-        schedule=geometry.schedule,
+        schedule=order_of(geometry),
         num_layers=geometry.num_layers,
         num_heads=geometry.num_heads,
         guidance=sampling.guidance,
@@ -170,8 +197,8 @@ def learned(
 def main(argv: list[str]) -> None:
     target, budgets = OUT.check(), sorted(parse_budgets(BUDGETS.value))
     model = MODEL.resolve()
-    measure_calibration.check_scales(model)
-    condition, sampling = CONDITION.resolve(model), SAMPLING.sampling(model)
+    model, condition = MODEL.fitted(model, CONDITION.resolve(model))
+    sampling = SAMPLING.sampling(model)
     seed, dtype = SAMPLING.seed(10**9), DTYPE.value or default_dtype()
     with about(MESH):
         mesh = TrainingMesh.parse(MESH.value, len(jax.devices()) if MESH.value else 1)
@@ -187,9 +214,13 @@ def main(argv: list[str]) -> None:
         "dtype": dtype,
     }
     digest = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()
-    settings = [LearnerSettings(b, STEPS.value, size, seed, digest) for b in budgets]
+    period = PERIOD.value
+    if model.draws_tokens:  # stages that are as even as can be, so that a table tells the period
+        stages = -(-geometry.schedule.steps // (period or SHORT_STAGE))
+        period = period_of(geometry.schedule, stages)
+    settings = [LearnerSettings(b, STEPS.value, size, seed, digest, period) for b in budgets]
     for one in settings:
-        one.limit(geometry)
+        one.rule(geometry)
     try:
         with lock.held(work, f"another process learns in {work}: wait, or choose another --out"):
             loop.check_folder(work, {one.name: one.deciding(one.name) for one in settings})
@@ -207,7 +238,7 @@ def main(argv: list[str]) -> None:
 
 def summary(budgets: list[float], gains: dict[str, list[float]]) -> str:
     """Return the table that is printed at the end."""
-    rows = zip(budgets, gains["knapsack"], gains["learned"], strict=True)
+    rows = zip(budgets, *gains.values(), strict=True)
     cells = [(f"{budget:g}", f"{first:.4f}", f"{last:.4f}") for budget, first, last in rows]
     head = ("budget", *gains), ("---",) * 3
     lines = [f"| {' | '.join(row)} |" for row in (*head, *cells)]

@@ -18,10 +18,12 @@ from varjax.core.errors import UserError
 from varjax.core.plan import CachePlan
 from varjax.core.planner import choose, plan_cache
 from varjax.core.sampling import Sampling
+from varjax.core.sequence import TOKENS
 from varjax.models.model import Model
 from varjax.models.registry import OWN as own_models
 from varjax.policies import POLICIES, Policy, get_policy
 from varjax.policies.registry import OWN as own_policies
+from varjax.policies.token_rule import SHORT_STAGE
 from varjax.storage import own_modules
 from varjax.storage.values import parse_pairs
 
@@ -200,6 +202,9 @@ def stand_in(policy: Policy, geometry: Geometry) -> Calibration | None:
         choose(geometry, policy, None)
         return None
     layers, heads, schedule = geometry.num_layers, geometry.num_heads, geometry.schedule
+    if geometry.kind == TOKENS:
+        seen = -(-schedule.steps // SHORT_STAGE), layers, heads, schedule.steps
+        return Calibration(learned={1.0: np.broadcast_to(np.uint8(255), seen)})
     tokens = np.tril(np.broadcast_to(schedule.tokens, (schedule.num_scales,) * 2))
     beta = tokens / tokens.sum(-1, keepdims=True)
     seen = schedule.num_scales - 1, layers, heads, schedule.persistent_tokens

@@ -8,10 +8,14 @@ reached. The loss is the divergence from the full cache's logits, tokens forced.
 Lagrangian holds the expected tokens after every store at the budget. At the end the best last uses
 under the budget are those that gain most of sqrt(P(u >= s)) (`policies.last_uses`).
 
+Where tokens are drawn one by one, a stage takes the place of a scale, and every head has room of
+its own (`policies.learned.LearnedTokens`).
+
 The loss is told in parts of the first table's divergence, so that nothing here depends on how large
 a model's divergences are.
 
-Letters: B images, K scales, L layers, N heads, F tokens that are cached, V vocabulary.
+Letters: B images, K scales or stages, L layers, N heads, F tokens that are cached (of the image),
+V vocabulary.
 """
 
 import dataclasses
@@ -31,13 +35,14 @@ from jaxtyping import Array, Float, Int, PyTree
 from experiments.training.mesh import TrainingMesh
 from experiments.training.stage import pictures_of_step, whole_batches
 from varjax.core.allocation import Geometry
-from varjax.core.errors import UserError
 from varjax.core.sampling import Sampling
+from varjax.core.sequence import SCALES, TOKENS
 from varjax.models import teacher_forcing
 from varjax.models.teacher_forcing import Gates
-from varjax.policies.last_uses import best_last_uses
+from varjax.policies.learned import Learned, LearnedScales, LearnedTokens
 
-FIRST_LOGIT = 2.5  # of the start's last use; the others have 0
+FIRST_LOGIT = {SCALES: 2.5, TOKENS: 4.0}  # of the start's last use; the others, of which tokens
+# have more, have 0
 TEMPERATURES = 0.7, 0.2  # of the samples, at the first step and at the last one
 STRETCH = 0.05  # what is cut off at both ends of a gate
 RATE, B1, B2, EPSILON = 0.15, 0.9, 0.98, 1e-15  # of Adam; its rate falls to a tenth
@@ -49,31 +54,33 @@ class Samples:
     """Images that the full cache has drawn.
 
     condition: arrays of all images, as `encode_condition` takes them.
-    codes: float32 [I, L, C], `teacher_forcing.seen_codes` of their tokens.
+    given: float32 [I, L, C], `teacher_forcing.seen_codes` of their tokens; token by token these
+      themselves, int32 [I, L].
     logits: float32 [I, L, (bits,) V], the full cache's.
     """
 
     condition: PyTree[np.ndarray]
-    codes: np.ndarray
+    given: np.ndarray
     logits: np.ndarray
 
     def __len__(self) -> int:
-        return len(self.codes)
+        return len(self.given)
 
     def take(self, index: np.ndarray | slice) -> tuple:
-        return jax.tree.map(lambda a: a[index], (self.condition, self.codes, self.logits))
+        return jax.tree.map(lambda a: a[index], (self.condition, self.given, self.logits))
 
 
 @dataclass(frozen=True)
 class LearnerSettings:
     """What decides the result besides model and samples, and how often a run says and saves what it
-    has. digest: of all that the samples depend on."""
+    has. digest: of all that the samples depend on. period: as of `Learned`."""
 
     budget: float
     steps: int
     batch_size: int
     seed: int
     digest: str
+    period: int | None = None
     log_every: ClassVar[int] = 20
     validate_every: ClassVar[int] = 100
     checkpoint_every: ClassVar[int] = 50
@@ -82,11 +89,12 @@ class LearnerSettings:
     def name(self) -> str:
         return f"budget-{self.budget!r}"
 
-    def limit(self, geometry: Geometry) -> int:
-        """Tokens that all heads may hold together after any store; `UserError` if none fits."""
-        if found := int(self.budget * geometry.dense_tokens + 1e-6):
-            return found
-        raise UserError(f"budget={self.budget:g} holds no token of this model: choose a larger one")
+    def rule(self, geometry: Geometry) -> LearnedScales | LearnedTokens:
+        """The policy's rule; `UserError` if its budget is too small, or the period cannot be."""
+        rule = Learned(budget=self.budget, period=self.period).rule(geometry.kind)
+        rule.check(geometry)
+        rule.check_budget(geometry)
+        return rule
 
     def deciding(self, stage: str) -> dict:
         return dataclasses.asdict(self)
@@ -114,7 +122,13 @@ class Learner:
 
     @cached_property
     def _programs(self) -> "Programs":
-        return Programs(self.sampling, self.geometry, self.steps, self.settings.seed)
+        settings = self.settings
+        return Programs(self.sampling, self.geometry, self.steps, settings.seed, settings.period)
+
+    @cached_property
+    def room(self) -> int:
+        """Tokens that all heads may hold together; token by token, that may stay in each."""
+        return self.settings.rule(self.geometry).room(self.geometry, self.settings.budget)
 
     @cached_property
     def first_divergence(self) -> float:
@@ -124,10 +138,11 @@ class Learner:
     # --- states -----------------------------------------------------------------------------------
 
     def _first(self) -> dict:
-        scales = self.geometry.schedule.num_scales
-        logits = FIRST_LOGIT * jax.nn.one_hot(self.start, scales)
-        multipliers = jnp.zeros((scales - 1, self.geometry.num_layers))
-        moments = self._programs.optimizer.init(logits)
+        programs = self._programs
+        first = FIRST_LOGIT[self.geometry.kind]
+        logits = first * jax.nn.one_hot(self.start, programs.scales)
+        multipliers = jnp.zeros(jax.eval_shape(programs.expected, logits).shape)
+        moments = programs.optimizer.init(logits)
         return {"logits": logits, "optimizer": moments, "multipliers": multipliers}
 
     @cached_property
@@ -146,7 +161,7 @@ class Learner:
     def step(self, state: dict, n: int) -> tuple[dict, dict]:
         settings = self.settings
         chosen = pictures_of_step(len(self.train), self.batch_size, settings.seed, n)
-        scale = jnp.float32(self.first_divergence), jnp.float32(settings.limit(self.geometry))
+        scale = jnp.float32(self.first_divergence), jnp.float32(self.room)
         batch = self._spread(self.train.take(chosen))
         return self._programs.step(self._network, state, jnp.int32(n), scale, batch)
 
@@ -171,13 +186,13 @@ class Learner:
 
     def last_uses(self, state: Mapping) -> np.ndarray:
         """int [L, N, F]: the best last uses under the budget."""
-        source = self._programs.source
-        limit = self.settings.limit(self.geometry)
-        return best_last_uses(np.sqrt(self.keep(state)), source, np.ones_like(source), limit)
+        return self.settings.rule(self.geometry).last_uses(
+            np.sqrt(self.keep(state)), self.geometry, self.room
+        )
 
     def divergence(self, last_use: Int[np.ndarray, "L N F"]) -> float:
         """Mean divergence of the held-back images under a table, in nats per token."""
-        scales = np.arange(self.geometry.schedule.num_scales)
+        scales = np.arange(self._programs.scales)
         table = (last_use[:, None] >= scales[:, None, None]).astype(np.float32)  # [L, K, N, F]
         batches = whole_batches(len(self.held), self.batch_size)
         batches = (self._spread(self.held.take(batch)) for batch in batches)
@@ -196,12 +211,17 @@ class Programs:
     geometry: Geometry
     steps: int
     seed: int
+    period: int | None = None
 
     @cached_property
     def source(self) -> np.ndarray:
-        """int [F]: the scale of every cached token."""
-        schedule = self.geometry.schedule
-        return schedule.scale_of_token[: schedule.persistent_tokens]
+        """int [F]: the scale, or stage, of every cached token."""
+        return Learned(period=self.period).rule(self.geometry.kind).source(self.geometry)
+
+    @property
+    def scales(self) -> int:
+        """K. The last scale has no token that is cached, the last stage has."""
+        return 1 + int(self.source[-1]) + (not self.period)
 
     @cached_property
     def optimizer(self) -> optax.GradientTransformation:
@@ -213,13 +233,15 @@ class Programs:
         """The state after step n, and its metrics. scale: divergence of the start, and tokens that
         fit."""
         start, limit = scale
+        # 0 lets tokens be fewer than fit; slots of a head serve nobody else, so they are filled
+        least, rooms = (-jnp.inf, state["multipliers"][0].size) if self.period else (0, 1)
 
         def loss_of(logits):
             gates = self.gates(logits, key, len(batch[1]), tau)
             lost = divergence(transformer, self.sampling, gates, batch).mean()
-            over, multipliers = self.expected(logits) / limit - 1, state["multipliers"]
-            pressed = jnp.maximum(multipliers + WEIGHT * over, 0)
-            penalty = (pressed**2 - multipliers**2).sum() / (2 * WEIGHT)
+            over, multipliers = self.over(logits, limit), state["multipliers"]
+            pressed = jnp.maximum(multipliers + WEIGHT * over, least)
+            penalty = (pressed**2 - multipliers**2).sum() / (2 * WEIGHT * rooms)
             return lost / start + penalty, (lost, over)
 
         first, last = TEMPERATURES
@@ -230,14 +252,15 @@ class Programs:
         new = {
             "logits": optax.apply_updates(state["logits"], changes),
             "optimizer": moments,
-            "multipliers": jnp.maximum(state["multipliers"] + MULTIPLIER_STEP * over, 0),
+            "multipliers": jnp.maximum(state["multipliers"] + MULTIPLIER_STEP * over, least),
         }
         return state | new, {"loss": lost, "over": over.max()}
 
     @partial(jax.jit, static_argnums=0)
     def lost(self, transformer: nnx.Module, table: Float[Array, "L K N F"], batch: tuple) -> Array:
         """Mean divergence of some images under a table."""
-        return divergence(transformer, self.sampling, Gates(table), batch).mean()
+        gates = Gates(table, period=self.period or 1)
+        return divergence(transformer, self.sampling, gates, batch).mean()
 
     def existing(self, logits: Float[Array, "*L N F K"]) -> Float[Array, "*L N F K"]:
         """Logits without last uses before a token exists."""
@@ -248,13 +271,24 @@ class Programs:
         """P(u >= s) of every scale s."""
         return kept_until(jax.nn.softmax(self.existing(logits), -1))
 
-    def expected(self, logits: Float[Array, "L N F K"]) -> Float[Array, "stores L"]:
-        """Expected tokens of all heads right after every store."""
+    def expected(self, logits: Float[Array, "L N F K"]) -> Float[Array, "..."]:
+        """Expected tokens of all heads right after every store, [stores, L]; token by token those
+        of every head that stay after a stage, [stages, L, N]."""
         later = np.arange(logits.shape[-1]) > self.source[:, None]
-        held = jnp.where(later, self.kept(logits), 0).sum((1, 2)).T  # [K, L]
+        held = jnp.moveaxis(jnp.where(later, self.kept(logits), 0).sum(2), -1, 0)  # [K, L, N]
+        if self.period:
+            return held[2:]
+        held = held.sum(-1)
         # as `core.allocator.after_each_store`
         done, waiting = held[1:], held[:-1]
         return jnp.cumsum(done, -1) + waiting.sum(-1, keepdims=True) - jnp.cumsum(waiting, -1)
+
+    def over(self, logits: Float[Array, "L N F K"], limit: Float[Array, ""]) -> Array:
+        """How far what is expected is above the limit, in parts of it, shaped as `expected`."""
+        if self.period:  # before it, as many as there are
+            stages = np.arange(1, self.scales - 1)[:, None, None]
+            limit = jnp.minimum(limit, stages * self.period)
+        return self.expected(logits) / limit - 1
 
     def gates(
         self, logits: Float[Array, "L N F K"], key: Array, images: int, tau: Float[Array, ""]
@@ -268,7 +302,8 @@ class Programs:
             gates = jnp.clip((1 + 2 * STRETCH) * kept - STRETCH, 0, 1)
             return jnp.moveaxis(gates, -1, 1)
 
-        return Gates((logits, jax.random.split(key, len(logits))), of_layer)
+        keys = jax.random.split(key, len(logits))
+        return Gates((logits, keys), of_layer, period=self.period or 1)
 
 
 def kept_until(p: Float[Array, "*shape K"]) -> Float[Array, "*shape K"]:
@@ -280,7 +315,7 @@ def divergence(
     transformer: nnx.Module, sampling: Sampling, gates: Gates, batch: tuple
 ) -> Float[Array, "B L"]:
     """KL from the full cache's distribution of every token; of one of bits the sum over them."""
-    condition, codes, reference = batch
-    found = teacher_forcing.guided_of_scales(transformer, condition, codes, sampling, gates)
+    condition, given, reference = batch
+    found = teacher_forcing.guided(transformer, condition, given, sampling, gates)
     p, q = (jax.nn.log_softmax(x.astype(jnp.float32), axis=-1) for x in (reference, found))
-    return (jnp.exp(p) * (p - q)).sum(-1).reshape(*codes.shape[:2], -1).sum(-1)
+    return (jnp.exp(p) * (p - q)).sum(-1).reshape(*given.shape[:2], -1).sum(-1)

@@ -29,8 +29,9 @@ def deciding(policy: str):
     return (step, plan) if isinstance(step, StageStep) else None
 
 
-# a table needs a file
-POLICY = [n for n, c in POLICIES.items() if c.serves(TOKENS) and n not in ("full", "table")]
+# tables need a file
+ELSEWHERE = ("full", "table", "learned")
+POLICY = [n for n, c in POLICIES.items() if c.serves(TOKENS) and n not in ELSEWHERE]
 
 
 def filled(cache, step: StageStep, rng):

@@ -10,9 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.evaluation.metrics import image_kl
 from experiments.training import learner
 from experiments.training.learner import LearnerSettings, Programs
 from tests import models_under_test as models
+from tests.models import test_gates
+from tests.models.test_gates import PERIOD, TOKENS
 from varjax.calibration import files as calibrations
 from varjax.core.allocator import after_each_store
 from varjax.core.planner import plan_cache
@@ -63,6 +66,35 @@ def test_tables_lose_less_than_their_start(written, folder):
         assert plan.policy.table is found.learned[0.1 if budget < 0.2 else 0.3]
 
 
+def test_tables_of_stages(call, tmp_path):
+    """Token by token: the engine keeps to the budget, and its divergence is that of the gates. The
+    period of a table is that of its stages."""
+    out, budget = tmp_path / "learned.npz", 0.4
+    flags = (
+        "--num_samples=8",
+        "--steps=3",
+        "--batch_size=4",
+        f"--budgets={budget}",
+        f"--out={out}",
+    )
+    flags += (f"--checkpoint={models.checkpoint_folder(TOKENS[0])}", f"--period={PERIOD}")
+    status, _, err = call("learn", *flags)
+    assert status == 0 and "validation KL" in err, err
+    model, sampling, full = test_gates.drawn(TOKENS[0])
+    geometry = model.geometry_for(sampling)
+    plan = plan_cache(geometry, Learned(budget=budget), calibrations.load(out, geometry))
+    assert plan.policy.period == PERIOD
+    assert plan.num_bytes(2, "float32") <= budget * plan.dense_bytes(2, "float32")
+    engine = test_gates.run(model, sampling, None, full["tokens"], plan=plan)["logits"]
+    room = int(plan.allocation.slots[0]) - PERIOD
+    last_use = plan.rule.last_uses(plan.policy.gain, geometry, room)
+    table = last_use >= np.arange(1 + len(plan.policy.table))[:, None, None, None]
+    gated = test_gates.forced(model, sampling, full["tokens"], table)
+    expected = image_kl(full["logits"], engine)
+    assert expected.min() > 1e-3
+    np.testing.assert_allclose(image_kl(full["logits"], gated), expected, atol=1e-4)
+
+
 @pytest.mark.slow
 def test_a_killed_run_gives_the_same_file(written, call, folder, tmp_path, monkeypatch):
     """Killed in the second budget, past a save."""
@@ -105,8 +137,10 @@ def test_a_full_disk_leaves_nothing_half_written(call, folder, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--checkpoint=demo-llamagen",), "draws token by token"),
-        (("--budgets=0.00001",), "budget=1e-05 holds no token of this model"),
+        (("--budgets=0.00001",), "budget=1e-05 is too small"),
+        (("--checkpoint=demo-llamagen", "--budgets=0.03"), "the buffer of a stage (8)"),
+        (("--checkpoint=demo-llamagen", "--period=255"), "period=255 must be 1 to 254"),
+        (("--period=8",), "is for models that draw token by token"),
         (("--budgets=0.1,2",), "2 is outside (0, 1]"),
         (("--num_samples=0",), "num_samples"),
         (("--mesh=data=64",), "takes 64 devices"),

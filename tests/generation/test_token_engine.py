@@ -20,8 +20,9 @@ from varjax.generation.generator import Generator
 from varjax.generation.mesh import MeshSpec
 from varjax.policies import POLICIES, get_policy
 
-# a table needs a file, and budget 1 is not what it is for
-BY_TOKEN = [n for n, c in POLICIES.items() if c.serves(TOKENS) and n not in ("full", "table")]
+# tables need a file, and budget 1 is not what they are for
+ELSEWHERE = ("full", "table", "learned")
+BY_TOKEN = [n for n, c in POLICIES.items() if c.serves(TOKENS) and n not in ELSEWHERE]
 PROMPTED = (*models.PROMPT_SHAPES, models.GROUPS)
 DRAWN = Sampling(cfg=2.0, tau=0.9, top_k=50, top_p=0.9)
 

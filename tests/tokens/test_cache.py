@@ -25,8 +25,8 @@ from varjax.policies import POLICIES, get_policy
 XL = read_geometry("layers=36,heads=20,head_dim=64,tokens=576,condition=1,line=24")
 LUMINA = read_geometry("layers=32,heads=32,head_dim=128,tokens=4160,condition=67,line=65")
 BUDGETS = (0.04, 0.125, 1 / 6, 0.25, 0.5, 0.97)
-# a table needs a file
-SERVING = [name for name, cls in POLICIES.items() if cls.serves("tokens") and name != "table"]
+FROM_FILES = "table", "learned"
+SERVING = [n for n, cls in POLICIES.items() if cls.serves("tokens") and n not in FROM_FILES]
 
 
 def plan_of(geometry, name, budget):

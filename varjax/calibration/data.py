@@ -11,7 +11,7 @@ import numpy as np
 
 from varjax.core.allocation import Geometry
 from varjax.core.errors import UserError, show
-from varjax.core.sequence import Schedule
+from varjax.core.sequence import TOKENS, Schedule
 from varjax.storage.values import measured
 
 LARGEST = 1e6  # of a measurement: attention mass is at most 1, distances of keys a few hundred
@@ -29,7 +29,7 @@ class Calibration:
     """Measurements of one model. What was not measured, or what a file does not say, is None.
 
     model, model_digest, schedule, num_layers, num_heads, guidance, num_samples: what was measured,
-      and how. The digest tells models of one shape apart.
+      and how (schedule: `order_of`). The digest tells models of one shape apart.
     orders: int32 [S, T, 2], (head, layer), least needed first; the last list belongs to scale K - 2
       (HeatKV's S-CAS orders). A single list may order whole heads.
     beta: float64 [L, N, K, K], attention mass from query scale to source scale, averaged over
@@ -44,13 +44,14 @@ class Calibration:
       source scale over repeated calibrations, averaged over heads (HeatKV, Figure 6).
     learned: {budget: uint8 [K - 1, L, N, F]}, how much every scale from the second on needs a token
       that is cached, as `experiments.learn` has learned it under that budget: 255 sqrt(P), where P
-      is the probability that the scale still sees the token.
+      is the probability that the scale still sees the token. Token by token a stage takes the place
+      of a scale, the condition that of the first, and F are the image tokens that are cached.
     digest: SHA-256 of the file it was read from.
     """
 
     model: str | None = None
     model_digest: str | None = None
-    schedule: Schedule | None = None
+    schedule: Schedule | str | None = None
     num_layers: int | None = None
     num_heads: int | None = None
     guidance: float | str | None = None
@@ -70,6 +71,7 @@ class Calibration:
         nothing but zeros."""
         for name in ("schedule", "num_layers", "num_heads"):
             made_for, wanted = getattr(self, name), getattr(geometry, name)
+            wanted = order_of(geometry) if name == "schedule" else wanted
             if made_for is not None and made_for != wanted:
                 raise UserError(
                     f"the calibration was made for another model: its {name} is {made_for}, this "
@@ -97,8 +99,13 @@ class Calibration:
                     f"calibrate this model again"
                 )
         stored = geometry.schedule.persistent_tokens
-        needed = (scales - 1, geometry.num_layers, geometry.num_heads, stored)
         for budget, seen in (self.learned or {}).items():
+            later = scales - 1
+            if geometry.kind == TOKENS:
+                stored = geometry.schedule.steps
+                # as many stages as periods of whole tokens can give
+                later = -(-stored // -(-stored // max(1, len(seen) if seen.ndim else 0)))
+            needed = (later, geometry.num_layers, geometry.num_heads, stored)
             name = f"the calibration's learned table of budget {budget:g}"
             if (seen.dtype, seen.shape) != (np.uint8, needed):
                 raise UserError(f"{name} is {seen.dtype} {seen.shape}, not uint8 {needed}")
@@ -132,6 +139,15 @@ class Calibration:
         of the last scale, T_last * beta[last, k] / T_k (AMS-KV, Section 3)."""
         tokens = np.array(self.schedule.tokens, np.float64)
         return tokens[-1] * self.beta[..., -1, :] / tokens
+
+
+def order_of(geometry: Geometry) -> Schedule | str:
+    """The order of drawing that a calibration belongs to. Token by token it is a text, without the
+    condition: its length does not matter."""
+    order = geometry.schedule
+    if geometry.kind == TOKENS:
+        return f"{order.image_tokens} tokens in lines of {order.line}"
+    return order
 
 
 def read_orders(content: object, geometry: Geometry) -> np.ndarray:

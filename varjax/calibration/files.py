@@ -20,7 +20,7 @@ from varjax.calibration.data import AXES, LARGEST, Calibration, cas, read_orders
 from varjax.core import arguments
 from varjax.core.allocation import Geometry
 from varjax.core.errors import UserError, about, show
-from varjax.core.sequence import Schedule
+from varjax.core.sequence import SCALES, Schedule
 from varjax.storage import npz, ordinary
 from varjax.storage.atomic import new_file
 from varjax.storage.manifest import parse_json
@@ -194,7 +194,7 @@ def _from_object(content: dict, geometry: Geometry, digest: str) -> Calibration:
     for name, value in scalars.items():
         if isinstance(value, bool) or not isinstance(value, _SCALARS[name]):
             raise UserError(f"{name} is {show(value)}: the wrong type")
-    if "schedule" in scalars:
+    if "schedule" in scalars and geometry.kind == SCALES:
         scalars["schedule"] = Schedule.parse(scalars["schedule"])
     found = Calibration(**scalars, digest=digest)
     found.check(geometry)  # before the arrays: "another model" is the more useful complaint

@@ -18,7 +18,8 @@ brings, in the order in which it is called:
         drop(branch, number): applied to what branch `number` adds; training passes dropout.
     logits(x, index, sampling)
         `Scores` of image token `index`, from the output of the layers [R, 1, D] for the token
-        before it, with temperature and guidance to be applied.
+        before it, with temperature and guidance to be applied; of several from [R, T, D], with
+        `index` [T, 1].
     sample(scores, keys, sampling, implementation)
         Tokens [B, T], as `varjax.core.sampling.sample` gives them.
     embed(context, tokens)

@@ -141,7 +141,7 @@ class Scores:
 
     plain: Float[Array, "R T ..."]
     tau: Float[Array, ""] | None = None
-    strength: Float[Array, ""] | None = None
+    strength: Float[Array, "..."] | None = None
 
     def guided(self) -> Float[Array, "B T ..."]:
         return guided(self.plain, self.tau, self.strength)

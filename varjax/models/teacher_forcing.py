@@ -4,7 +4,8 @@ originals, and for learning what heads may forget. The layers are the steps of t
 With gates, attention runs scale by scale: a gate in [0, 1] multiplies exp(score) of a key, for the
 queries of one scale. Its logarithm is one more channel of the keys, beside a channel of ones of the
 queries. So no mask of tokens by tokens exists, and any attention, also a fused one, gives gradients
-with respect to gates.
+with respect to gates. Where tokens are drawn one by one, keys have a channel for each stage, and
+queries a one in that of their own.
 
 Letters: as in `varjax.core.next_scale` and `varjax.core.next_token`; L tokens of all scales.
 """
@@ -15,14 +16,15 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, Integer, PyTree
+from jaxtyping import Array, Bool, Float, Int, Integer, PyTree
 
 from varjax.core import layers, stacked
 from varjax.core.next_scale import NextScaleTransformer
 from varjax.core.next_token import NextTokenTransformer
 from varjax.core.sampling import Sampling
-from varjax.core.sequence import Schedule
+from varjax.core.sequence import SCALES, TOKENS, Schedule
 from varjax.core.step_inputs import StepInputs
 
 LEAST_GATE = 1e-30  # log 0 has no gradient; a key with this gate adds nothing to a float32 sum
@@ -30,19 +32,22 @@ LEAST_GATE = 1e-30  # log 0 has no gradient; a key with this gate adds nothing t
 
 @dataclass(frozen=True)
 class Gates:
-    """Gates of the attention of all scales.
+    """Gates of the attention of all scales; token by token, of all stages.
 
     values: arrays with a leading axis of layers; each layer has its slice. None: the full cache,
-      which gates of one give, too, bit for bit.
+      which gates of one give, too, bit for bit; token by token but for rounding.
     of_layer: makes of a slice the gates of its layer, float [B or 1, K, N, tokens], of every image
       or of all alike: [b, s, n, j] is for scale s and key j, at least for every key that is cached.
-      Its own scale a query sees ungated.
-    attention: (queries, keys [R, N, T, H + 1], values [R, N, T, H]) -> [R, T, N, H].
+      Its own scale a query sees ungated. Token by token s is a stage, of which 0 is the condition,
+      and j an image token; the condition is seen ungated.
+    attention: (queries, keys [R, N, T, H + 1], values [R, N, T, H], mask) -> [R, T, N, H].
+    period: tokens of a stage.
     """
 
     values: PyTree[Array] = None
     of_layer: Callable[[PyTree[Array]], Float[Array, "B K N tokens"]] = lambda gates: gates[None]
     attention: Callable[..., Array] = layers.dense_attention
+    period: int = 1
 
     def attended(
         self,
@@ -52,7 +57,7 @@ class Gates:
         k: Float[Array, "R N T H"],
         v: Float[Array, "R N T H"],
     ) -> Float[Array, "R T N H"]:
-        """The attention of one layer. values: its slice."""
+        """The attention of one layer, scale by scale. values: its slice."""
         q, parts = jnp.concatenate([q, jnp.ones_like(q[..., :1])], axis=-1), []
         gates = None if values is None else self.of_layer(values)
         for scale, (start, end) in enumerate(zip(schedule.starts, schedule.ends, strict=True)):
@@ -66,16 +71,39 @@ class Gates:
             parts.append(self.attention(q[:, :, start:end], keys, v[:, :, :end]))
         return jnp.concatenate(parts, axis=1)
 
+    def attended_in_stages(
+        self,
+        condition: int,
+        values: PyTree[Array],
+        q: Float[Array, "R Q T H"],
+        k: Float[Array, "R N T H"],
+        v: Float[Array, "R N T H"],
+        mask: Bool[Array, "R 1 T T"],
+    ) -> Float[Array, "R T Q H"]:
+        """The attention of one layer where tokens are drawn one by one. condition: its tokens, the
+        first ones. mask: of earlier tokens."""
+        if values is None:
+            return self.attention(q, k, v, mask)
+        gates, count = self.of_layer(values), q.shape[2] - condition
+        stage = 1 + np.arange(count) // self.period
+        later, before = np.arange(1, 1 + stage[-1]), ((condition, 0), (0, 0))
+        older = jnp.log(jnp.maximum(jnp.moveaxis(gates[:, 1:, :, :count], 1, -1), LEAST_GATE))
+        older = jnp.where(stage[:, None] < later, older, 0).astype(k.dtype)
+        older = jnp.tile(jnp.pad(older, ((0, 0), (0, 0), *before)), (len(q) // len(gates), 1, 1, 1))
+        own = jnp.pad(jnp.asarray(stage[:, None] == later, q.dtype), before)
+        own = jnp.broadcast_to(own, (*q.shape[:3], later.size))
+        q, k = jnp.concatenate([q, own], axis=-1), jnp.concatenate([k, older], axis=-1)
+        return self.attention(q, k, v, mask)
+
 
 def of_scales(
     transformer: NextScaleTransformer,
     context: dict,
     shared: PyTree,
     x: Float[Array, "R L D"],
-    gates: Gates | None = None,
 ) -> Float[Array, "R L V"]:
     """Logits of all scales at once under the block-causal mask."""
-    x = through_layers(transformer, context, shared, x, gates)
+    x = through_layers(transformer, context, shared, x)
     return transformer.plain_logits(context["head"], x)
 
 
@@ -167,25 +195,62 @@ def of_tokens(
 ) -> Float[Array, "R image_tokens V"]:
     """Plain logits of image tokens 0 to T, all at once, given tokens 0 to T - 1. dropout: the share
     of inputs, and of what branches add, that is set to zero."""
+    x = through_token_layers(transformer, context, tokens, dropout, key)
+    return transformer.plain_logits(x)
+
+
+def through_token_layers(
+    transformer: NextTokenTransformer,
+    context: dict,
+    tokens: Int[Array, "B T"],
+    dropout: float = 0.0,
+    key: Array | None = None,
+    gates: Gates | None = None,
+) -> Float[Array, "R image_tokens D"]:
+    """The residual stream of `of_tokens` after the last layer. With gates a layer runs again for
+    its gradients."""
     condition, visible = context["condition"], context["visible"]
     count, length = tokens.shape[1], visible.shape[1]
     mask = transformer.condition_mask(visible, count)
     rotation = transformer.rotation(context, jnp.arange(-length, count))
 
     def layer(x, inputs):
-        block, key = inputs
+        block, key, values = inputs
         projection = transformer.project(block, rotation, x)
-        q, k, v = projection.queries(), projection.keys(), projection.values()
-        attended = layers.dense_attention(q, k, v, mask)
+        arrays = projection.queries(), projection.keys(), projection.values()
+        if gates:
+            attended = gates.attended_in_stages(length, values, *arrays, mask)
+        else:
+            attended = layers.dense_attention(*arrays, mask)
         drop = functools.partial(dropped_out, rate=dropout, key=key)
         return transformer.post_attention(block, x, attended, drop)
 
     x = jnp.concatenate([condition, transformer.embed(context, tokens)], axis=1)
     keys = jax.random.split(jax.random.key(0) if key is None else key, 1 + transformer.config.depth)
     x = dropped_out(x, 0, rate=dropout, key=keys[0])
-    layer = transformer.differentiated(layer) if transformer.differentiated else layer
-    x = stacked.scan(layer, x, (transformer.blocks, keys[1:]))
-    return transformer.plain_logits(x[:, length - 1 :])
+    differentiated = jax.checkpoint if gates else transformer.differentiated
+    layer = differentiated(layer) if differentiated else layer
+    inputs = (transformer.blocks, keys[1:], gates and gates.values)
+    return stacked.scan(layer, x, inputs)[:, length - 1 :]
+
+
+def guided_of_tokens(
+    transformer: NextTokenTransformer,
+    condition: PyTree,
+    tokens: Int[Array, "B L"],
+    sampling: Sampling,
+    gates: Gates | None = None,
+) -> Float[Array, "B L V"]:
+    """Logits with guidance, before temperature and filters, of images whose tokens are given: what
+    the engine keeps of every token that it draws. condition: of the images."""
+    guided, sequence = transformer.config.is_guided(sampling), transformer.sequence()
+    context = transformer.encode_condition(condition, guided=guided)
+    written = jnp.full((len(tokens), sequence.image_tokens), transformer.config.vocab_size)
+    written = written.at[:, sequence.places].set(tokens)  # new lines between them
+    x = through_token_layers(transformer, context, written[:, :-1], gates=gates)
+    index = jnp.asarray(sequence.places)[:, None]
+    scores = transformer.logits(x[:, sequence.places], index, sampling)
+    return replace(scores, tau=None).guided()
 
 
 def dropped_out(
@@ -197,3 +262,15 @@ def dropped_out(
         return x
     kept = jax.random.bernoulli(jax.random.fold_in(key, number), 1 - rate, x.shape)
     return jnp.where(kept, x / (1 - rate), 0)
+
+
+def guided(
+    transformer: NextScaleTransformer | NextTokenTransformer,
+    condition: PyTree,
+    given: Array,
+    sampling: Sampling,
+    gates: Gates | None = None,
+) -> Float[Array, "B L *bits V"]:
+    """`guided_of_scales` or `guided_of_tokens`, as the model draws. given: codes, or tokens."""
+    of = {SCALES: guided_of_scales, TOKENS: guided_of_tokens}[transformer.sequence().kind]
+    return of(transformer, condition, given, sampling, gates)

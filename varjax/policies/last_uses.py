@@ -64,6 +64,27 @@ def best_last_uses(
     return last
 
 
+def last_uses_of_heads(
+    gain: Float[np.ndarray, "K L N X"], source: Int[np.ndarray, " X"], room: int
+) -> Int[np.ndarray, "L N X"]:
+    """The last stage that sees each item where every head has room for as many after every stage:
+    those stay in which the stages to come see most together, the newest among equals.
+
+    gain, source: as of `best_last_uses`.
+    """
+    worth = np.cumsum(gain[::-1], 0, dtype=np.float32)[::-1]
+    last = np.broadcast_to(source, gain.shape[1:]).copy()
+    kept = np.zeros(last.shape, bool)
+    for stage in range(1 + int(source.min()), len(gain)):
+        value = np.where(kept | (source == stage - 1), worth[stage], -1)
+        best = np.argsort(value, -1, kind="stable")[..., max(0, value.shape[-1] - room) :]
+        kept = np.zeros_like(kept)
+        np.put_along_axis(kept, best, True, -1)
+        kept &= value >= 0
+        last[kept] = stage
+    return last
+
+
 @dataclass(frozen=True)
 class _Group:
     """Items of one source scale. gained: [U, L, N, X], what a token has gained up to scale

@@ -20,7 +20,7 @@ from varjax.core.errors import UserError, about, some
 from varjax.core.observation import Observation
 from varjax.policies.registry import register
 from varjax.policies.scale_rule import CONTENTS_FOLLOW, ScaleRule, refuse_more
-from varjax.policies.token_rule import StagedPolicy, TokenRule
+from varjax.policies.token_rule import ListedRule, StagedPolicy, period_of
 from varjax.storage import npz
 from varjax.storage.values import path
 
@@ -65,18 +65,17 @@ class TableScales(ScaleRule):
         return obs.live & jnp.take_along_axis(obs.inputs, obs.position, axis=-1)
 
 
-class TableTokens(TokenRule):
+class TableTokens(ListedRule):
     """A `table` on models that draw token by token: entries for stages, or for image tokens before
     each stage."""
 
     policy: "Table"
-    inputs_heads = 1  # [R or 1, N, image tokens]
 
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "Table":
         """With the period that gives the file's number of stages."""
         table, sequence = self.policy, geometry.schedule
         array = table.stored[1]
-        period = -(-sequence.steps // max(1, (len(array) if array.ndim else 0) - 1))
+        period = period_of(sequence, (len(array) if array.ndim else 0) - 1)
         stages = 1 + -(-sequence.steps // period)
         table.check_file(geometry, stages, sequence.image_tokens, "stages")
         table.require(
@@ -131,16 +130,10 @@ class TableTokens(TokenRule):
     def inputs(
         self, geometry: Geometry, allocation: StageAllocation, image_index: np.ndarray
     ) -> np.ndarray:
-        """bool [L, stages that end with a decision, R or 1, N, image tokens]: what the next stage
-        sees."""
         following = self._visible(geometry)[2:].swapaxes(0, 1)
         if self.policy.per_row:
             return following[:, :, self.policy.rows_of(geometry, image_index)]
         return following[:, :, None]
-
-    def select(self, obs: Observation):
-        kept = jnp.broadcast_to(obs.inputs, (*obs.position.shape[:2], obs.inputs.shape[-1]))
-        return obs.live & jnp.take_along_axis(kept, obs.position, axis=-1)
 
 
 @register("table")

@@ -5,14 +5,16 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool
 
 from varjax.calibration.data import Calibration
 from varjax.core.allocation import Geometry, StageAllocation
 from varjax.core.errors import choose
-from varjax.core.observation import Needs
+from varjax.core.observation import Needs, Observation
 from varjax.core.policy import Policy, Rule
-from varjax.core.sequence import TOKENS
+from varjax.core.sequence import TOKENS, TokenSequence
 from varjax.policies.capacities import image_slots
 from varjax.policies.scale_rule import ScaleRule
 
@@ -135,6 +137,22 @@ class StagedPolicy(Policy):
     period: int | None = only_for(TOKENS, None)
 
     rules = (ScaleRule, TokenRule)
+
+
+class ListedRule(TokenRule):
+    """Base of rules whose `inputs` say what the next stage sees: bool [L, stages that end with a
+    decision, R or 1, N, image tokens]."""
+
+    inputs_heads = 1
+
+    def select(self, obs: Observation) -> Bool[Array, "R N K"]:
+        kept = jnp.broadcast_to(obs.inputs, (*obs.position.shape[:2], obs.inputs.shape[-1]))
+        return obs.live & jnp.take_along_axis(kept, obs.position, axis=-1)
+
+
+def period_of(sequence: TokenSequence, stages: int) -> int:
+    """The period with which an image has so many stages besides the condition."""
+    return -(-sequence.steps // max(1, stages))
 
 
 class ObservingRule(TokenRule):

@@ -155,7 +155,9 @@ class LlamaDecoder(NextTokenTransformer):
         h = self.rms_norm(x, self.norm)
         return self.head.product(h, jnp.float32)
 
-    def logits(self, x: Float[Array, "R 1 D"], index: Int[Array, ""], sampling: Sampling) -> Scores:
+    def logits(
+        self, x: Float[Array, "R T D"], index: Int[Array, "*T_1"], sampling: Sampling
+    ) -> Scores:
         """Guidance: uncond + cfg * (cond - uncond). With `cfg_interval` n >= 0 it ends with image
         token n + 1: the first token, which the condition gives, and n + 1 more are guided."""
         tau, strength = None, None
