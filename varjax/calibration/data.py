@@ -45,7 +45,7 @@ class Calibration:
     learned: {budget: uint8 [K - 1, L, N, F]}, how much every scale from the second on needs a token
       that is cached, as `experiments.learn` has learned it under that budget: 255 sqrt(P), where P
       is the probability that the scale still sees the token.
-    digest: SHA-256 of the file it was read from.
+    digest: SHA-256 of the file it was read from; of two files both, with a + between them.
     """
 
     model: str | None = None
