@@ -7,10 +7,10 @@
     python -m experiments.reproduce --recipe=learned-demo --out=OUT
 
 Every row is drawn by experiments.run and judged by experiments.evaluate, in a folder of its own in
---out. Pictures of a table about closeness to the full cache are compared with its row of the full
-cache. A recipe of steps runs commands of varjax one after the other. Rows and steps that are
-finished are not made again: after an interruption, or SIGTERM, the same command continues. --shard
-draws a part of every row; without it, later, the parts are joined and judged.
+--out; rows about closeness to the full cache by the table's row of the full cache. A recipe of
+steps runs commands of varjax one after the other. What is finished is not made again: after an
+interruption, or SIGTERM, the same command continues. --shard draws a part of every row; without it,
+later, the parts are joined and judged.
 
 Prints published | ours | interval of every row, and writes it to OUT/table.md. The interval of a
 mean over pictures is one of 95 % (bootstrap); figures of a whole set (FID and others) have none.
@@ -30,7 +30,7 @@ import numpy as np
 from experiments import __main__ as overview
 from experiments.batch_files import PART
 from experiments.cli import command_line
-from experiments.cli.flags import CommandFlags, about
+from experiments.cli.flags import CommandFlags
 from experiments.evaluation.extractors import WHERE_INCEPTION, WHERE_LPIPS
 from experiments.evaluation.protocols import BY_FEATURES
 from experiments.json_text import json_text
@@ -91,13 +91,12 @@ class Step:
 
     def line(self) -> str:
         """Return the command as a user types it."""
-        module = overview.short_names()[self.command]
-        return f"python -m {module} {shlex.join(self.arguments)}"
+        return f"python -m experiments.{self.command} {shlex.join(self.arguments)}"
 
     def run(self) -> int:
         """Run the command here, and return its status. Standard output is the table's."""
         say(self.line())
-        module = overview.imported(overview.short_names()[self.command])
+        module = overview.imported(f"experiments.{self.command}")
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 command_line.run(module.main, [self.command, *self.arguments])
@@ -111,30 +110,29 @@ def steps_of(recipe: Recipe, out: Path) -> Iterator[Step]:
     for text in recipe.content.get("steps", ()):
         command, *given = shlex.split(text.replace("{out}", shlex.quote(str(out))))
         yield Step(command, given, Path(given[-1].removeprefix("--out=")))
-    if "steps" in recipe.content:
-        return
-    places, full, shard = folders(recipe, out), full_row(recipe), SHARD.shard
-    of = {"recipe": recipe.name}
-    same = of | {"checkpoint": CHECKPOINT.value, "prompts": PROMPTS.value}
-    same["shard"] = shard and f"{shard.index}/{shard.count}"
-    theirs = full and places[full] / "samples"
-    needs_set = not set(BY_FEATURES["inception"]).isdisjoint(metrics_of(recipe))
-    for row in chosen(recipe):
-        samples, metrics = places[row] / "samples", places[row] / "metrics"
-        given = shlex.split(f"{RUN.value} {recipe.content['rows'][row]}")
-        yield Step("run", [*_flags(same), *given, f"--out={samples}"], samples)
-        if recipe.content["evaluate"] and not shard and row != full:
-            judged = {holder.name: holder.value for holder in JUDGED} | {"full": theirs}
-            judged["reference"] = REFERENCE.value or (theirs if needs_set else None)
-            given = of | {"samples": samples} | judged | {"out": metrics}
-            yield Step("evaluate", _flags(given), metrics)
+    for row in chosen(recipe) if "rows" in recipe.content else ():
+        yield from steps_of_row(recipe, row, folders(recipe, out))
+
+
+def steps_of_row(recipe: Recipe, row: str, places: dict[str, Path]) -> Iterator[Step]:
+    """Yield what draws and judges a row. places: folders of all rows."""
+    full, shard, flags = full_row(recipe), SHARD.shard, recipe.content["rows"][row]
+    samples, metrics = places[row] / "samples", places[row] / "metrics"
+    given = {"recipe": recipe.name, "checkpoint": CHECKPOINT.value, "prompts": PROMPTS.value}
+    given["shard"] = shard and f"{shard.index}/{shard.count}"
+    own = [*_flags(given), *shlex.split(f"{RUN.value} {flags}"), f"--out={samples}"]
+    yield Step("run", own, samples)
+    if recipe.content["evaluate"] and not shard and row != full:
+        theirs = full and places[full] / "samples"
+        given = {"recipe": recipe.name, "samples": samples, "full": theirs}
+        given |= {holder.name: holder.value for holder in JUDGED}
+        if "fid" in metrics_of(recipe):
+            given["reference"] = REFERENCE.value or theirs
+        yield Step("evaluate", _flags(given | {"out": metrics}), metrics)
 
 
 def _flags(given: dict) -> list[str]:
     return [f"--{name}={value}" for name, value in given.items() if value]
-
-
-# --- rows -----------------------------------------------------------------------------------------
 
 
 def folders(recipe: Recipe, out: Path) -> dict[str, Path]:
@@ -161,9 +159,8 @@ def chosen(recipe: Recipe) -> list[str]:
     rows = dict(enumerate(recipe.content["rows"], 1))
     found = [full] if (full := full_row(recipe)) else []
     for number in ROWS.value or map(str, rows):
-        with about(ROWS):
-            if not number.isdecimal() or int(number) not in rows:
-                raise UserError(f"recipe {recipe.name} has rows 1 to {len(rows)}, no {number}")
+        if not number.isdecimal() or int(number) not in rows:
+            raise UserError(f"--rows={number}: recipe {recipe.name} has rows 1 to {len(rows)}")
         found.append(rows[int(number)])
     return list(dict.fromkeys(found))
 
@@ -183,9 +180,6 @@ def lacking(recipe: Recipe) -> list[str]:
             lacks.append(f"--reference=FILE ({recipe.content['reference']})")
         lacks += [] if INCEPTION.value else [f"--inception=DIR ({WHERE_INCEPTION})"]
     return lacks + [f"--lpips=DIR ({WHERE_LPIPS})"] * ("lpips" in metrics and not LPIPS.value)
-
-
-# --- the table ------------------------------------------------------------------------------------
 
 
 def figures(recipe: Recipe, out: Path) -> Iterator[tuple[str, str, object, Sequence[float]]]:
@@ -234,9 +228,6 @@ def table(recipe: Recipe, out: Path) -> str:
     return "\n".join([recipe.content["title"], "", *shown, "", *notes]).rstrip()
 
 
-# --- the command ----------------------------------------------------------------------------------
-
-
 def resolve() -> tuple[Recipe, list[Step], Path]:
     """Check the flags. Run and write nothing."""
     recipe = recipes.load(RECIPE.value)
@@ -248,9 +239,12 @@ def resolve() -> tuple[Recipe, list[Step], Path]:
             raise UserError(f"{said}: the steps of {recipe.name} say what is done: leave it out")
         return recipe, list(steps_of(recipe, out)), out
     recipe.check_model(describe(found_model(CHECKPOINT.value)))
-    steps, lacks = list(steps_of(recipe, out)), lacking(recipe)
-    if lacks and not DRY_RUN.value:
-        raise UserError(f"recipe {recipe.name} needs {'; '.join(lacks)}")
+    steps = list(steps_of(recipe, out))
+    if lacks := lacking(recipe):
+        said = f"recipe {recipe.name} needs {'; '.join(lacks)}"
+        if not DRY_RUN.value:
+            raise UserError(said)
+        say(said)
     return recipe, steps, out
 
 
