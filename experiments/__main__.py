@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = {"ported_weights": "port"}
@@ -37,13 +38,18 @@ def console() -> int:
     name, known = (sys.argv[1:2] or ["--help"])[0], short_names()
     if name not in known:
         return _answer(name, "varjax", {short: short for short in known})
-    module = importlib.import_module(known[name])
-    if hasattr(module, "__path__"):
-        module = importlib.import_module(f"{known[name]}.__main__")
+    module = imported(known[name])
     from experiments.cli import command_line  # importing it imports JAX
 
     sys.argv = [f"varjax {name}", *sys.argv[2:]]
     command_line.run(module.main)
+
+
+def imported(name: str) -> ModuleType:
+    """Return the module of a command with its `main`."""
+    module = importlib.import_module(name)
+    is_package = hasattr(module, "__path__")
+    return importlib.import_module(f"{name}.__main__") if is_package else module
 
 
 def main(argv: Sequence[str]) -> int:

@@ -62,6 +62,15 @@ def calibration_flag(flags: CommandFlags) -> FlagHolder[str]:
     )
 
 
+def learned_flag(flags: CommandFlags) -> FlagHolder[str]:
+    """Define --learned."""
+    return flags.string(
+        "learned",
+        None,
+        "Learned tables, for policy learned; default: learned.npz of the checkpoint.",
+    )
+
+
 class BudgetParser(ArgumentParser):
     """A number, or `fit`."""
 
@@ -104,11 +113,7 @@ class PolicyFlags:
             "policy_args", "", "Further arguments of the policy: key=value,key=value."
         )
         self._calibration = calibration_flag(flags)
-        self._learned = flags.string(
-            "learned",
-            None,
-            "Learned tables, for --policy=learned; default: learned.npz of the checkpoint.",
-        )
+        self._learned = learned_flag(flags)
         plugin_flag(flags)
 
     def resolve(self) -> Policy:
@@ -166,24 +171,19 @@ class PolicyFlags:
         """Return (plan, calibration that it was made with, None if there is none). groups: devices
         that heads are divided over.
 
-        The calibration is --calibration or --learned, else the file in the model's folder, else,
-        for a model without weights, a `stand_in`. `UserError` if the policy would ignore the flag,
-        or if the file belongs to other weights or, with `sampling`, to another guidance.
+        The calibration is that of --calibration and --learned, else of the files in the model's
+        folder, else, for a model without weights, a `stand_in`. `UserError` if the policy would
+        ignore a flag, or if a file belongs to other weights or, with `sampling`, to another
+        guidance.
         """
-        holders = [holder for holder in (self._calibration, self._learned) if holder.value]
-        if len(holders) > 1:
-            raise UserError("--calibration and --learned exclude each other: give one file")
-        given, is_model = holders[0].value if holders else None, isinstance(model, Model)
-        if given and not policy.uses_calibration:
-            so = " with these arguments" if self._arguments.value else ""
-            flag = f"--{holders[0].name}"
-            raise UserError(f"policy {policy.name!r}{so} uses no calibration: leave out {flag}")
-        geometry, guidance = model.geometry if is_model else model, None
+        self._check_files(policy)
+        geometry, guidance = model.geometry if isinstance(model, Model) else model, None
         if sampling is not None:
             geometry, guidance = model.geometry_for(sampling), sampling.guidance
         rule = policy.rule(geometry.kind)
-        found = calibration_lib.find(policy, model, given, guidance)
-        if found is None and is_model and model.directory is None:
+        given = self._calibration.value, guidance, self._learned.value
+        found = calibration_lib.find(policy, model, *given)
+        if found is None and isinstance(model, Model) and model.directory is None:
             found = stand_in(policy, geometry)
         try:
             return plan_cache(geometry, policy, found, groups=groups), found
@@ -191,6 +191,20 @@ class PolicyFlags:
             if found is None and rule.uses_calibration:
                 raise UserError(f"{error}; --calibration=FILE names it") from None
             raise
+
+    def _check_files(self, policy: Policy) -> None:
+        """Raise `UserError` if the policy would ignore --calibration or --learned. One that is
+        given alone may be of either kind."""
+        given = [holder for holder in (self._calibration, self._learned) if holder.value]
+        if given and not policy.uses_calibration:
+            so = " with these arguments" if self._arguments.value else ""
+            flag = f"--{given[0].name}"
+            raise UserError(f"policy {policy.name!r}{so} uses no calibration: leave out {flag}")
+        for holder, name in zip(given, calibration_lib.BESIDE, strict=False):
+            if len(given) > 1 and name not in policy.calibration_files:
+                raise UserError(
+                    f"policy {policy.name!r} reads no {name}: leave out --{holder.name}"
+                )
 
 
 def stand_in(policy: Policy, geometry: Geometry) -> Calibration | None:

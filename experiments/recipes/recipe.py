@@ -8,11 +8,17 @@
     batch             as published; results do not depend on it
     reference         what `evaluate` compares with
     rows              {row of the table: flags of `run` that make it}
-    published         {row: what the paper prints}
+    published         {row: what the paper prints, as "FID 2.07, IS 336.15", or {model: that}}, and
+                      under other names what is no row's
     unknown           what the source leaves open, and what differs here
+
+A recipe may list `steps` in place of run, evaluate, images, reference and rows: commands of varjax
+that `experiments.reproduce` runs one after the other, each with --out={out}/NAME. Its rows are
+"FOLDER OF A SWEEP: POLICY, BUDGET".
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -63,6 +69,9 @@ class Recipe:
     def flags(self, command: str) -> Mapping[str, object]:
         """Return {flag: value} for the command "run" or "evaluate". `UserError` if another program
         computes the figures of the table."""
+        if "steps" in self.content:
+            advice = f"python -m experiments.reproduce --recipe={self.name}"
+            raise UserError(f"recipe {self.name} is one of steps: `{advice}` runs them")
         if (found := self.content[command]) is None:
             raise UserError(
                 f"recipe {self.name} is scored by {self.content['scorer']}'s own program on the"
@@ -98,6 +107,18 @@ class Recipe:
         if count not in (None, wanted):
             found.append(f"recipe {self.name} takes {said}; this run draws {count}")
         return found
+
+    def name_of(self, model: Model) -> str | None:
+        """Return which of the table's models a model is, by its sizes."""
+        presets = {name: registry.preset(name) for name in self.content["models"]}
+        fits = [n for n, p in presets.items() if p.configs["transformer"] == model.config]
+        return fits[0] if fits else None
+
+    def published(self, row: str, model: str | None = None) -> dict[str, str]:
+        """Return {name of a metric: figure} that the source prints for a row."""
+        text = self.content["published"].get(row, "")
+        text = text.get(model, "") if isinstance(text, Mapping) else text
+        return dict(re.findall(r"(\w+) (\d+(?:\.\d+)?)(?![\w.])", text))
 
     def check_samples(self, where: str, count: int, labels: np.ndarray | None) -> None:
         """Raise `UserError` unless a set has the recipe's pictures, in all and of each class."""

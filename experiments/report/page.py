@@ -128,10 +128,11 @@ def facts(report: dict, calibration: Calibration | None) -> dict[str, str]:
     """Return what was run, on which model, device and settings."""
     s, g, versions = report["settings"], report["geometry"], report["versions"]
     group, used = g.get("queries_per_head", 1), s["calibration"]
-    measured = f"none here; the sweep used {used[:16]}" if used else "none"
+    measured = f"none here; the sweep used {tables.short_digests(used)}" if used else "none"
     if calibration is not None:
         images = f"{calibration.num_samples} images, " if calibration.num_samples else ""
-        own = "as in the sweep" if calibration.digest == used else "not the one of the sweep"
+        is_own = calibration.digest in (used or "").split("+")
+        own = "as in the sweep" if is_own else "not the one of the sweep"
         measured = f"{images}SHA-256 {(calibration.digest or 'unknown')[:16]} ({own})"
     return {
         "images": f"{len(s['labels'])}, seed {s['seed']}, batches of {s['batch_size']}",

@@ -27,6 +27,7 @@ is drawn, with status 0. With --shard=I/N it runs part I of N of the cells; expe
 them. With --distributed all processes draw each batch.
 """
 
+import functools
 import pathlib
 import sys
 
@@ -38,7 +39,7 @@ from experiments.cli.flags import CommandFlags
 from experiments.flags.condition import ConditionFlags
 from experiments.flags.distributed import DistributedFlag
 from experiments.flags.model import ModelFlags
-from experiments.flags.policy import calibration_flag, plugin_flag
+from experiments.flags.policy import calibration_flag, learned_flag, plugin_flag
 from experiments.flags.program import ProgramFlags
 from experiments.flags.sampling import SamplingFlags
 from experiments.generation import environment
@@ -48,9 +49,11 @@ from experiments.sweep import plan, tables
 from experiments.sweep.cells import CellRunner
 from experiments.sweep.plan import Cell, Sweep
 from varjax.calibration import files as calibration_lib
+from varjax.calibration.data import Calibration
+from varjax.calibration.files import BESIDE_CHECKPOINT as MEASURED
 from varjax.core.errors import UserError
 from varjax.generation import api, hosts
-from varjax.policies import HeatKV
+from varjax.models.model import Model
 from varjax.storage import ordinary
 from varjax.storage.values import require
 
@@ -69,7 +72,7 @@ KV_BYTES = FLAGS.string(
     "kv_bytes", None, "Budgets as bytes of a batch's cache, 1GiB,2GiB, in place of --budgets."
 )
 MODEL = ModelFlags(FLAGS, published="A model of --plugin, or a published name")
-CALIBRATION = calibration_flag(FLAGS)
+CALIBRATION, LEARNED = calibration_flag(FLAGS), learned_flag(FLAGS)
 plugin_flag(FLAGS)
 CONDITION = ConditionFlags(FLAGS)
 SAMPLES = FLAGS.integer(
@@ -96,28 +99,21 @@ def resolve() -> Sweep:
     model, condition = MODEL.fitted(model, CONDITION.resolve(model))
     model, sampling = PROGRAM.stored(model), SAMPLING.sampling(model)
     geometry = model.geometry_for(sampling)
-    calibration, path, own = None, None, CALIBRATION.value
-    # one file serves all policies, and beside the model a second one those that are learned
-    beside = [calibration_lib.beside(model.directory, name) for name in calibration_lib.BESIDE]
-    for given in filter(None, [own] if own else beside):
-        try:  # HeatKV stands for any policy that uses a calibration
-            found = calibration_lib.find(HeatKV(), model, given, sampling.guidance)
-        except UserError as error:  # one beside the model that does not fit it is not used
-            if own:
-                raise
-            print(f"calibration {given} is not used: {error}", file=sys.stderr)
-            continue
-        calibration = calibration_lib.joined(calibration, found)
-        path = given if found.learned is None else path
+    files = calibrations(model, sampling.guidance)
+    calibration = functools.reduce(calibration_lib.joined, [c for _, c in files.values()], None)
     full, program = api.plan(geometry), PROGRAM.resolve(model)
     batch_size = PROGRAM.batch_size(program, model, full, condition)
     if KV_BYTES.value:
         dense = full.dense_bytes(batch_size, program.kv_dtype)
         budgets = plan.budgets_of_bytes(KV_BYTES.value, dense)
     cells = plan.plan_cells(entries, budgets, geometry, calibration, len(condition))
-    used = any(cell.calibrated for cell in cells)
-    if CALIBRATION.value and not used:
-        raise UserError("none of the policies uses a calibration: leave out --calibration")
+    used = {n for c in cells if c.calibrated for n in c.plan.policy.calibration_files} & {*files}
+    named = {path: name for name, (path, _) in files.items()}
+    for holder in (CALIBRATION, LEARNED):
+        if holder.value and named.get(holder.value) not in used:
+            what = "a calibration" if holder is CALIBRATION else "learned tables"
+            raise UserError(f"none of the policies uses {what}: leave out --{holder.name}")
+    digests = [files[name][1].digest for name in calibration_lib.BESIDE if name in used]
     return Sweep(
         model=model,
         condition=condition,
@@ -128,10 +124,30 @@ def resolve() -> Sweep:
         cells=cells,
         full=Cell("full", "full", full.budget, full),
         samples=min(SAMPLES.value, len(condition)),
-        calibration=pathlib.Path(path) if used and path else None,
-        calibration_digest=calibration.digest if used else None,
+        calibration=pathlib.Path(files[MEASURED][0]) if MEASURED in used else None,
+        calibration_digest="+".join(digests) or None,
         judges=judges.of_model(model, LPIPS, batch_size),
     )
+
+
+def calibrations(
+    model: Model, guidance: float | str
+) -> dict[str, tuple[str | pathlib.Path, Calibration]]:
+    """Return {name that a file has beside a checkpoint: (the file, its content)}: --calibration and
+    --learned, else those of the checkpoint that fit the model."""
+    found: dict[str, tuple[str | pathlib.Path, Calibration]] = {}
+    for path in filter(None, (CALIBRATION.value, LEARNED.value)):
+        one = calibration_lib.checked(path, model, guidance)
+        for name in calibration_lib.parts(one) & {*found}:
+            raise UserError(f"--calibration and --learned both hold what {name} does: give one")
+        found |= dict.fromkeys(calibration_lib.parts(one), (path, one))
+    for name in (name for name in calibration_lib.BESIDE if name not in found):
+        if path := calibration_lib.beside(model.directory, name):
+            try:
+                found[name] = path, calibration_lib.checked(path, model, guidance)
+            except UserError as error:
+                print(f"calibration {path} is not used: {error}", file=sys.stderr)
+    return found
 
 
 def main(argv: list[str]) -> None:

@@ -71,7 +71,8 @@ class Sweep(Generation):
     """A resolved sweep.
 
     full: the reference. samples: how many images are kept for the report.
-    calibration: the file; calibration_digest: its SHA-256.
+    calibration: the file of measurements; calibration_digest: SHA-256 of it and of the learned
+      tables, with a + between them, as far as a policy uses them.
     judges: networks whose numbers are in the table.
     """
 

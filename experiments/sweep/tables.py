@@ -223,6 +223,11 @@ def _markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> st
     return "\n".join(f"| {' | '.join(line)} |" for line in every)
 
 
+def short_digests(used: str | None) -> str:
+    """Return the beginnings of the SHA-256 that a report's `calibration` names."""
+    return " and ".join(digest[:16] for digest in (used or "none").split("+"))
+
+
 def markdown(report: dict) -> str:
     """Return the text of sweep.md: what was run, the table, what its columns mean."""
     s, versions = report["settings"], report["versions"]
@@ -230,7 +235,7 @@ def markdown(report: dict) -> str:
         f"{s['model']}: {len(s['labels'])} images, seed {s['seed']}, batches of "
         f"{s['batch_size']}, {s['dtype']}, cache in {s['kv_dtype']}, {report['device']}, "
         f"varjax {versions['varjax']}, jax {versions['jax']}; calibration "
-        f"{(s['calibration'] or 'none')[:16]}"
+        f"{short_digests(s['calibration'])}"
     )
     notes = [f"- {name}: {text}." for name, text in report["definitions"].items()]
     if apart := differences_as_text(report):

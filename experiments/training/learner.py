@@ -41,12 +41,15 @@ from varjax.models import teacher_forcing
 from varjax.models.teacher_forcing import Gates
 from varjax.policies.learned import Learned, LearnedScales, LearnedTokens
 
-FIRST_LOGIT = {SCALES: 2.5, TOKENS: 4.0}  # of the start's last use; the others, of which tokens
-# have more, have 0
+FIRST_LOGIT = {SCALES: 5.0, TOKENS: 4.0}  # of the start's last use; the others have 0
 TEMPERATURES = 0.7, 0.2  # of the samples, at the first step and at the last one
 STRETCH = 0.05  # what is cut off at both ends of a gate
 RATE, B1, B2, EPSILON = 0.15, 0.9, 0.98, 1e-15  # of Adam; its rate falls to a tenth
-WEIGHT, MULTIPLIER_STEP = 5.0, 0.5  # of a violated budget: quadratic, and of its multipliers
+# Of a violated budget: quadratic, and of its multipliers, at most at so great an excess a step: the
+# first samples hold much more than small budgets, and what is dropped then is hardly found again.
+WEIGHT, MULTIPLIER_STEP, LARGEST_EXCESS = 5.0, 0.5, 0.1
+# of the budget, so that no token that is sure to stay has to leave when the table is made
+AIM = 0.99
 
 
 @dataclass(frozen=True, eq=False)

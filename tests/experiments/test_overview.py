@@ -25,7 +25,7 @@ def test_all_commands_are_listed(capsys):
     assert overview.main(["experiments"]) == 0
     listed = capsys.readouterr().out
     names = ["aot", "bench", "calibrate", "edit", "encode_text", "evaluate", "learn", "merge"]
-    names += ["plan", "report", "run", "serve", "sweep", "train"]
+    names += ["plan", "report", "reproduce", "run", "serve", "sweep", "train"]
     assert list(COMMANDS) == [*(f"experiments.{name}" for name in names), "ported_weights"]
     for command, manual in COMMANDS.items():
         assert f"python -m {command} " in listed and len(manual) > 20 and manual in listed

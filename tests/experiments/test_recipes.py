@@ -1,6 +1,7 @@
 """Recipes: their data files, how they become defaults, and what commands say of deviations."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from experiments.evaluate import __main__ as evaluate
 from experiments.evaluation import protocols
 from experiments.recipes import recipe as recipes
+from experiments.reproduce import LABELS
 from experiments.run import __main__ as run
 from tests import models_under_test as models
 from varjax.core.errors import UserError
@@ -17,9 +19,10 @@ from varjax.policies import get_policy
 
 KEYS = {"title", "source", "models", "run", "evaluate", "images", "reference", "rows"}
 KEYS |= {"published", "unknown", "batch", "scorer"}
+OF_ROWS = [name for name in recipes.names() if "rows" in recipes.load(name).content]
 
 
-@pytest.mark.parametrize("name", recipes.names())
+@pytest.mark.parametrize("name", OF_ROWS)
 def test_data_files(name):
     """Flags and models are there, sources and what is unknown are named, counts fit."""
     found = recipes.load(name).content
@@ -36,6 +39,15 @@ def test_data_files(name):
     if "per_class" in images:
         assert images["per_class"] * images["classes"] == images["count"] == 50_000
         assert found["run"]["num_images"] == f"{images['per_class']}/class"
+    printed = {n: found["published"].get(n, "") for n in found["rows"] if found["evaluate"]}
+    for text in printed.values():
+        assert isinstance(text, str) or set(text) <= set(found["models"])
+    texts = [
+        t for text in printed.values() for t in ([text] if isinstance(text, str) else text.values())
+    ]
+    assert all(
+        set(re.findall("[A-Za-z]+(?= )", text)) <= {*LABELS.values(), "GB"} for text in texts
+    )
     for flags in found["rows"].values():
         given = dict(flag.removeprefix("--").split("=", 1) for flag in flags.split())
         assert set(given) <= set(run.FLAGS.values)
@@ -85,6 +97,10 @@ def test_what_a_recipe_does_not_name_is_told(call):
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
+        (
+            ["--recipe=learned-demo"],
+            "recipe learned-demo is one of steps: `python -m experiments.repro",
+        ),
         (["--recipe=var-fid50"], "unknown recipe 'var-fid50': choose one of amskv-geneval"),
         (["--recipe=var-fid50k"], "recipe var-fid50k: top_k=900: choose 0 to 512"),
         (["--recipe=heatkv-coco"], "demo is a model of the family var that draws from labels"),

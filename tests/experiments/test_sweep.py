@@ -1,13 +1,16 @@
 """`experiments.sweep`: its table and files, what it refuses, and that it resumes."""
 
 import csv
+import hashlib
 import json
 import pathlib
+import shutil
 
 import numpy as np
 import pytest
 
 from experiments.report import sweep_files
+from experiments.sweep import __main__ as command
 from experiments.sweep import plan, tables
 from experiments.sweep.cells import CellRunner
 from tests import models_under_test as models
@@ -17,6 +20,10 @@ from varjax.core.errors import UserError
 from varjax.generation.api import Generator
 
 FILES = ["fidelity.png", "samples.npz", "sweep.csv", "sweep.json", "sweep.md"]
+
+
+def file_digest(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def report_of(folder):
@@ -141,6 +148,41 @@ def test_wrong_input_ends_before_compiling(call, tmp_path, monkeypatch, flags, m
     status, _, err = call("sweep", *flags, f"--out={tmp_path / 'out'}")
     assert status == 2 and message in err, err
     assert [p.name for p in tmp_path.iterdir()] == [calibration.name]
+
+
+def test_both_calibrations(call, tmp_path, monkeypatch):
+    """A sweep names the files that its policies use, of the flags and of the checkpoint."""
+    seen, embedded = [], describe().directory
+    monkeypatch.setattr(command, "make", lambda sweep, *rest: seen.append(sweep))
+    digest = {name: file_digest(embedded / name) for name in calibration_lib.BESIDE}
+    measured, learned = digest["calibration.json"], digest["learned.npz"]
+    own = tmp_path / "tables.npz"
+    shutil.copy(embedded / "learned.npz", own)
+    mine = f"--learned={own}"
+    for policies, flags, used in (
+        ("heatkv", (), measured),
+        ("learned", (), learned),
+        ("heatkv,learned,swa", (mine, f"--calibration={embedded / 'calibration.json'}"), None),
+        ("compose:allocate=learned+select=hack", (mine,), None),
+        ("learned", (f"--calibration={own}",), learned),
+    ):
+        status, _, err = call("sweep", f"--policies={policies}", "--budgets=0.2", *flags)
+        assert status == 0, err
+        assert seen[-1].describe()["calibration"] == (used or f"{measured}+{learned}")
+        assert (seen[-1].calibration is None) == (used == learned)
+    for flags, message in (
+        (("--policies=heatkv", mine), "none of the policies uses learned tables: leave out"),
+        (
+            ("--policies=learned", mine, f"--calibration={own}"),
+            "both hold what learned.npz does: give one",
+        ),
+    ):
+        status, _, err = call("sweep", *flags)
+        assert status == 2 and message in err, err
+    run = ("--dry_run", "--policy_args=allocate=learned,select=hack", "--policy=compose", mine)
+    assert call("run", *run, f"--calibration={embedded / 'calibration.json'}")[0] == 0
+    status, _, err = call("run", "--dry_run", "--policy=heatkv", mine, f"--calibration={own}")
+    assert status == 2 and "policy 'heatkv' reads no learned.npz: leave out --learned" in err
 
 
 def test_entries():

@@ -46,7 +46,7 @@ class Calibration:
       that is cached, as `experiments.learn` has learned it under that budget: 255 sqrt(P), where P
       is the probability that the scale still sees the token. Token by token a stage takes the place
       of a scale, the condition that of the first, and F are the image tokens that are cached.
-    digest: SHA-256 of the file it was read from.
+    digest: SHA-256 of the file it was read from; of two files both, with a + between them.
     """
 
     model: str | None = None

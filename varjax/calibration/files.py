@@ -48,26 +48,39 @@ def find(
     model: Any,
     given: Calibration | str | os.PathLike | None = None,
     guidance: float | str | None = None,
+    learned: str | os.PathLike | None = None,
 ) -> Calibration | None:
     """Finds the calibration that a policy plans with, if there is one.
 
     Args:
       policy: a `Policy`; the checkpoint folder is searched only if it uses a calibration.
       model: a model, or a `Geometry` alone.
-      given: a calibration, its file, or None for `calibration.json` in the checkpoint folder, or
-        what else the policy reads there (`Policy.calibration_files`).
+      given: a calibration, its file, or None for what the policy reads in the checkpoint folder
+        (`Policy.calibration_files`). A policy that reads two files takes the other one from there.
       guidance: the guidance of the run (`Sampling.guidance`); None accepts any.
+      learned: a file of learned tables beside `given`.
 
     Raises:
       UserError: the calibration cannot be read, or it was made for a model of another shape, for
         other weights than those in the model's folder, or with other guidance.
     """
-    sources, found = [given], None
-    if given is None and policy.uses_calibration:
-        sources = [beside(_folder(model), name) for name in policy.calibration_files]
-    for one in (one for one in sources if one is not None):
-        found = joined(found, _checked(one, model, guidance))
+    found, held = None, set()
+    for one in (one for one in (given, learned) if one is not None):
+        calibration = checked(one, model, guidance)
+        found, held = joined(found, calibration), held | parts(calibration)
+    names = policy.calibration_files if policy.uses_calibration else ()
+    if not held or held & {*names}:  # else it does not serve the policy, which will say so
+        for name in (name for name in names if name not in held):
+            if path := beside(_folder(model), name):
+                found = joined(found, checked(path, model, guidance))
     return found
+
+
+def parts(calibration: Calibration) -> set[str]:
+    """Which of the files `BESIDE` a checkpoint the contents are of."""
+    measured = not calibration.learned or calibration.beta is not None
+    held = zip(BESIDE, (measured, bool(calibration.learned)), strict=True)
+    return {name for name, is_held in held if is_held}
 
 
 def _folder(model: Any) -> pathlib.Path | None:
@@ -75,15 +88,21 @@ def _folder(model: Any) -> pathlib.Path | None:
 
 
 def joined(first: Calibration | None, second: Calibration) -> Calibration:
-    """What was measured, with the learned tables of the other one; the second if there is no
-    first."""
-    if first is not None and first.learned:
+    """What was measured, with the learned tables of the other one and both digests; the second if
+    there is no first. `UserError` if both hold the same."""
+    if first is None:
+        return second
+    if parts(first) & parts(second):
+        what = "learned tables" if first.learned else "measurements"
+        raise UserError(f"two calibrations hold {what}: give one of them")
+    if first.learned:
         first, second = second, first
-    return dataclasses.replace(first, learned=second.learned) if first else second
+    digest = "+".join(filter(None, (first.digest, second.digest))) or None
+    return dataclasses.replace(first, learned=second.learned, digest=digest)
 
 
-def _checked(given: Any, model: Any, guidance: float | str | None) -> Calibration:
-    """A calibration, or that of a file; it fits the model and the guidance."""
+def checked(given: Any, model: Any, guidance: float | str | None) -> Calibration:
+    """A calibration, or that of a file, checked to fit the model and the guidance."""
     found, source = given, contextlib.nullcontext()
     if not isinstance(given, Calibration):
         geometry = model if isinstance(model, Geometry) else model.geometry
