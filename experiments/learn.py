@@ -53,6 +53,7 @@ from varjax.models.loading import load_weights
 from varjax.models.model import Model
 from varjax.models.teacher_forcing import Gates
 from varjax.policies.knapsack import Knapsack
+from varjax.policies.learned import gain_of
 from varjax.policies.token_rule import SHORT_STAGE, period_of
 from varjax.storage import lock
 from varjax.storage.parameters import default_dtype
@@ -166,21 +167,25 @@ def learned(
         calibration, name = beginning(model, dtype, condition, sampling, size), "knapsack"
     transformer, (train, held) = samples(model, dtype, condition, sampling, seed, size)
     tables, gains = {}, {name: [], "learned": []}
-    for one in settings:
+    for one in reversed(settings):
+        first, rule = first_table(one, geometry, calibration), one.rule(geometry)
+        start = first
+        if tables and calibration is not None:  # what a larger budget has taught
+            start = rule.last_uses(gain_of(table), geometry, rule.room(geometry, one.budget))
         stage = Learner(
             transformer=transformer,
             sampling=sampling,
             geometry=geometry,
             train=train,
             held=held,
-            start=first_table(one, geometry, calibration),
+            start=start,
             settings=one,
             mesh=mesh,
         )
-        state = loop.run(stage, work)
-        tables[one.budget] = np.round(255 * np.sqrt(stage.keep(state)[1:])).astype(np.uint8)
-        gains[name].append(stage.first_divergence)
-        gains["learned"].append(stage.validate(state)["KL"])
+        table = np.round(255 * np.sqrt(stage.keep(loop.run(stage, work))[1:])).astype(np.uint8)
+        tables[one.budget] = table
+        gains[name].insert(0, stage.divergence(first))
+        gains["learned"].insert(0, stage.divergence(stage.best(gain_of(table))))
     result = Calibration(
         model=model.name,
         model_digest=calibrations.model_digest(model.metadata),
@@ -189,7 +194,7 @@ def learned(
         num_heads=geometry.num_heads,
         guidance=sampling.guidance,
         num_samples=len(condition),
-        learned=tables,
+        learned=dict(sorted(tables.items())),
     )
     return result, gains
 

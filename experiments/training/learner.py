@@ -187,11 +187,10 @@ class Learner:
         """float32 [K, L, N, F]: P(u >= s), the probability that scale s may see a token."""
         return np.moveaxis(np.asarray(self._programs.kept(state["logits"])), -1, 0)
 
-    def last_uses(self, state: Mapping) -> np.ndarray:
-        """int [L, N, F]: the best last uses under the budget."""
-        return self.settings.rule(self.geometry).last_uses(
-            np.sqrt(self.keep(state)), self.geometry, self.room
-        )
+    def best(self, gain: np.ndarray) -> Int[np.ndarray, "L N F"]:
+        """The best last uses under the budget. gain: [K, L, N, F], what each scale sees in a
+        token."""
+        return self.settings.rule(self.geometry).last_uses(gain, self.geometry, self.room)
 
     def divergence(self, last_use: Int[np.ndarray, "L N F"]) -> float:
         """Mean divergence of the held-back images under a table, in nats per token."""
@@ -203,7 +202,7 @@ class Learner:
         return float(np.mean(jax.device_get(found)))
 
     def validate(self, state: dict) -> dict:
-        return {"KL": self.divergence(self.last_uses(state))}
+        return {"KL": self.divergence(self.best(np.sqrt(self.keep(state))))}
 
 
 @dataclass(frozen=True)
@@ -252,10 +251,11 @@ class Programs:
         key = jax.random.fold_in(jax.random.key(self.seed), n)
         gradient, (lost, over) = jax.grad(loss_of, has_aux=True)(state["logits"])
         changes, moments = self.optimizer.update(gradient, state["optimizer"])
+        excess = jnp.clip(over, -LARGEST_EXCESS, LARGEST_EXCESS)
         new = {
             "logits": optax.apply_updates(state["logits"], changes),
             "optimizer": moments,
-            "multipliers": jnp.maximum(state["multipliers"] + MULTIPLIER_STEP * over, least),
+            "multipliers": jnp.maximum(state["multipliers"] + MULTIPLIER_STEP * excess, least),
         }
         return state | new, {"loss": lost, "over": over.max()}
 
@@ -291,6 +291,8 @@ class Programs:
         if self.period:  # before it, as many as there are
             stages = np.arange(1, self.scales - 1)[:, None, None]
             limit = jnp.minimum(limit, stages * self.period)
+        else:
+            limit = AIM * limit
         return self.expected(logits) / limit - 1
 
     def gates(

@@ -19,6 +19,14 @@ from varjax.policies.token_rule import ListedRule, StagedPolicy, period_of
 LEAST_GAIN = 0.1 / 255  # of a token that was never kept: room that is left over takes it
 
 
+def gain_of(table: np.ndarray) -> Float[np.ndarray, "K L N F"]:
+    """What every scale, or stage, sees in a token, of a table as a file holds it, uint8 [K - 1, L,
+    N, F]."""
+    gain = np.zeros((1 + len(table), *table.shape[1:]), np.float32)
+    gain[1:] = np.maximum(table / np.float32(255), LEAST_GAIN)
+    return gain
+
+
 class LearnedScales(ScaleRule):
     """Which head sees which token for how long, from a learned table."""
 
@@ -166,9 +174,7 @@ class Learned(StagedPolicy):
     @property
     def gain(self) -> np.ndarray:
         """float32 [K, L, N, F]: what every scale, or stage, sees in a token."""
-        gain = np.zeros((1 + len(self.table), *self.table.shape[1:]), np.float32)
-        gain[1:] = np.maximum(self.table / np.float32(255), LEAST_GAIN)
-        return gain
+        return gain_of(self.table)
 
     @cached_property
     def known(self) -> dict[int, np.ndarray]:
