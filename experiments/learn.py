@@ -171,7 +171,9 @@ def learned(
         first, rule = first_table(one, geometry, calibration), one.rule(geometry)
         start = first
         if tables and calibration is not None:  # what a larger budget has taught
-            start = rule.last_uses(gain_of(table), geometry, rule.room(geometry, one.budget))
+            start = rule.last_uses(
+                gain_of(tables[min(tables)]), geometry, rule.room(geometry, one.budget)
+            )
         stage = Learner(
             transformer=transformer,
             sampling=sampling,
