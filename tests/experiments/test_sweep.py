@@ -18,6 +18,7 @@ from tests.experiments import made_up_sweep
 from varjax.calibration import files as calibration_lib
 from varjax.core.errors import UserError
 from varjax.generation.api import Generator
+from varjax.models.loading import describe
 
 FILES = ["fidelity.png", "samples.npz", "sweep.csv", "sweep.json", "sweep.md"]
 
