@@ -156,12 +156,12 @@ def full_row(recipe: Recipe) -> str | None:
 
 def chosen(recipe: Recipe) -> list[str]:
     """Return the rows of --rows, after the one that they are compared with."""
-    rows = dict(enumerate(recipe.content["rows"], 1))
+    rows = {str(number): row for number, row in enumerate(recipe.content["rows"], 1)}
     found = [full] if (full := full_row(recipe)) else []
-    for number in ROWS.value or map(str, rows):
-        if not number.isdecimal() or int(number) not in rows:
+    for number in ROWS.value or rows:
+        if number not in rows:
             raise UserError(f"--rows={number}: recipe {recipe.name} has rows 1 to {len(rows)}")
-        found.append(rows[int(number)])
+        found.append(rows[number])
     return list(dict.fromkeys(found))
 
 
@@ -239,6 +239,10 @@ def resolve() -> tuple[Recipe, list[Step], Path]:
             raise UserError(f"{said}: the steps of {recipe.name} say what is done: leave it out")
         return recipe, list(steps_of(recipe, out)), out
     recipe.check_model(describe(found_model(CHECKPOINT.value)))
+    try:
+        shlex.split(RUN.value)
+    except ValueError as error:
+        raise UserError(f"--run={RUN.value:.60}: {error}") from None
     steps = list(steps_of(recipe, out))
     if lacks := lacking(recipe):
         said = f"recipe {recipe.name} needs {'; '.join(lacks)}"

@@ -116,6 +116,7 @@ def test_a_table_of_steps(call, tiny, tmp_path):
             "needs --inception=DIR (download pt_inception",
         ),
         (("--recipe=amskv-table3", "--rows=1,6"), "--rows=6: recipe amskv-table3 has rows 1 to 5"),
+        (("--recipe=amskv-table3", "--run='"), "--run=': No closing quotation"),
         (("--recipe=learned-demo", "--rows=1"), "--rows: the steps of learned-demo say what is"),
         (("--recipe=var-fid50k", "--shard=0/2", "--out=."), "holds other things than rows of a"),
     ],
