@@ -167,27 +167,21 @@ def learned(
         calibration, name = beginning(model, dtype, condition, sampling, size), "knapsack"
     transformer, (train, held) = samples(model, dtype, condition, sampling, seed, size)
     tables, gains = {}, {name: [], "learned": []}
-    for one in reversed(settings):
-        first, rule = first_table(one, geometry, calibration), one.rule(geometry)
-        start = first
-        if tables and calibration is not None:  # what a larger budget has taught
-            start = rule.last_uses(
-                gain_of(tables[min(tables)]), geometry, rule.room(geometry, one.budget)
-            )
+    for one in settings:
         stage = Learner(
             transformer=transformer,
             sampling=sampling,
             geometry=geometry,
             train=train,
             held=held,
-            start=start,
+            start=first_table(one, geometry, calibration),
             settings=one,
             mesh=mesh,
         )
         table = np.round(255 * np.sqrt(stage.keep(loop.run(stage, work))[1:])).astype(np.uint8)
         tables[one.budget] = table
-        gains[name].insert(0, stage.divergence(first))
-        gains["learned"].insert(0, stage.divergence(stage.best(gain_of(table))))
+        gains[name].append(stage.first_divergence)
+        gains["learned"].append(stage.divergence(stage.best(gain_of(table))))
     result = Calibration(
         model=model.name,
         model_digest=calibrations.model_digest(model.metadata),
@@ -196,7 +190,7 @@ def learned(
         num_heads=geometry.num_heads,
         guidance=sampling.guidance,
         num_samples=len(condition),
-        learned=dict(sorted(tables.items())),
+        learned=tables,
     )
     return result, gains
 
