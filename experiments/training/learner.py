@@ -40,6 +40,7 @@ from varjax.core.sequence import SCALES, TOKENS
 from varjax.models import teacher_forcing
 from varjax.models.teacher_forcing import Gates
 from varjax.policies.learned import Learned, LearnedScales, LearnedTokens
+from varjax.policies.token_rule import SHORT_STAGE, period_of
 
 FIRST_LOGIT = {SCALES: 5.0, TOKENS: 4.0}  # of the start's last use; the others have 0
 TEMPERATURES = 0.7, 0.2  # of the samples, at the first step and at the last one
@@ -140,20 +141,12 @@ class Learner:
 
     # --- states -----------------------------------------------------------------------------------
 
-    def _first(self) -> dict:
-        programs = self._programs
-        first = FIRST_LOGIT[self.geometry.kind]
-        logits = first * jax.nn.one_hot(self.start, programs.scales)
-        multipliers = jnp.zeros(jax.eval_shape(programs.expected, logits).shape)
-        moments = programs.optimizer.init(logits)
-        return {"logits": logits, "optimizer": moments, "multipliers": multipliers}
-
     @cached_property
     def shapes(self) -> dict:
-        return jax.eval_shape(self._first)
+        return jax.eval_shape(self._programs.first_state, self.start)
 
     def first_state(self) -> dict:
-        return jax.device_put(self._first(), self.places(self.shapes))
+        return jax.device_put(self._programs.first_state(self.start), self.places(self.shapes))
 
     def places(self, state: dict) -> dict:
         """Where each array of a state lies: whole on every device."""
@@ -230,7 +223,14 @@ class Programs:
         rate = optax.cosine_decay_schedule(RATE, self.steps, 0.1)
         return optax.adam(rate, b1=B1, b2=B2, eps=EPSILON)
 
-    @partial(jax.jit, static_argnums=0)
+    def first_state(self, start: Int[Array, "L N F"]) -> dict:
+        """The state before step 0, which begins with these last uses."""
+        logits = FIRST_LOGIT[self.geometry.kind] * jax.nn.one_hot(start, self.scales)
+        multipliers = jnp.zeros(jax.eval_shape(self.expected, logits).shape)
+        moments = self.optimizer.init(logits)
+        return {"logits": logits, "optimizer": moments, "multipliers": multipliers}
+
+    @partial(jax.jit, static_argnums=0, donate_argnums=2)
     def step(self, transformer: nnx.Module, state: dict, n: Array, scale: tuple, batch: tuple):
         """The state after step n, and its metrics. scale: divergence of the start, and tokens that
         fit."""
@@ -309,6 +309,15 @@ class Programs:
 
         keys = jax.random.split(key, len(logits))
         return Gates((logits, keys), of_layer, period=self.period or 1)
+
+
+def even_period(geometry: Geometry, asked: int | None = None) -> int | None:
+    """Tokens of a stage, at most as many as are asked for (None: 8), where tokens are drawn one by
+    one: stages are as even as can be, so that a table tells the period."""
+    if geometry.kind == SCALES:
+        return asked
+    stages = -(-geometry.schedule.steps // (asked or SHORT_STAGE))
+    return period_of(geometry.schedule, stages)
 
 
 def kept_until(p: Float[Array, "*shape K"]) -> Float[Array, "*shape K"]:
