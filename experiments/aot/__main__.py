@@ -187,6 +187,8 @@ def main(argv) -> int:
     for name in ("accumulate", "remat"):
         if FLAGS.values[name].present and not TRAIN.value:
             raise UserError(f"--{name} is of training steps: add --train, or leave it out")
+    if TRAIN.value and LEARN.value:
+        raise UserError("--train and --learn compile different steps: choose one")
     if TRAIN.value or LEARN.value:
         step = resolve_step(wanted)
         said, work = [step.title()], partial(worker.train, step)
