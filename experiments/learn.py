@@ -36,7 +36,7 @@ from experiments.output import FileFlags, Stopped, partial_folder, say
 from experiments.prompts import condition as text_condition
 from experiments.sweep.plan import parse_budgets
 from experiments.training import loop
-from experiments.training.learner import Learner, LearnerSettings, Samples
+from experiments.training.learner import Learner, LearnerSettings, Samples, even_period
 from experiments.training.mesh import TrainingMesh
 from varjax import jax_settings
 from varjax.calibration import files as calibrations
@@ -54,7 +54,6 @@ from varjax.models.model import Model
 from varjax.models.teacher_forcing import Gates
 from varjax.policies.knapsack import Knapsack
 from varjax.policies.learned import gain_of
-from varjax.policies.token_rule import SHORT_STAGE, period_of
 from varjax.storage import lock
 from varjax.storage.parameters import default_dtype
 
@@ -215,10 +214,7 @@ def main(argv: list[str]) -> None:
         "dtype": dtype,
     }
     digest = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()
-    period = PERIOD.value
-    if model.draws_tokens:  # stages that are as even as can be, so that a table tells the period
-        stages = -(-geometry.schedule.steps // (period or SHORT_STAGE))
-        period = period_of(geometry.schedule, stages)
+    period = even_period(geometry, PERIOD.value)
     settings = [LearnerSettings(b, STEPS.value, size, seed, digest, period) for b in budgets]
     for one in settings:
         one.rule(geometry)

@@ -13,8 +13,9 @@ chip and without weights. It prints the bytes of parameters, cache and temporari
 whether it fits, whether the cache is updated in place, FLOPs and the least time that they and the
 bytes take (a floor, no prediction), the kernels that are started, and the largest temporaries with
 the operation that makes them; of a mesh also what its devices exchange. With --train it compiles a
-step of `experiments.train` in place of the programs that draw. It needs `libtpu` for TPUs and JAX's
-CUDA plugin for GPUs, not the chips; see docs/howto/scale.md.
+step of `experiments.train` in place of the programs that draw, with --learn one of
+`experiments.learn`. It needs `libtpu` for TPUs and JAX's CUDA plugin for GPUs, not the chips; see
+docs/howto/scale.md.
 
 Exit status 1: a target failed, the others are printed. A program that does not fit is a result, not
 a failure.
@@ -30,7 +31,7 @@ import jax
 
 from experiments.aot import listing, worker
 from experiments.aot.program import Workload
-from experiments.aot.training import TrainingStep
+from experiments.aot.training import LearningStep, Step, TrainingStep
 from experiments.budgets import Sizing
 from experiments.cli import command_line
 from experiments.cli.flags import CommandFlags, about
@@ -62,20 +63,24 @@ LARGEST_BATCH = FLAGS.boolean(
 )
 PROGRAM = ProgramFlags(FLAGS, mesh=True, elsewhere=True)
 SAMPLING = SamplingFlags(FLAGS)
-FLAGS.heading("A training step")
+FLAGS.heading("A step of training or learning")
 TRAIN = FLAGS.boolean(
     "train",
     False,
     "Compile a step of experiments.train in place of the programs that draw: --mesh=data=2,fsdp=4, "
     "--batch_size images.",
 )
+LEARN = FLAGS.boolean(
+    "learn", False, "The same of experiments.learn: --mesh=data=2, --batch_size images."
+)
 ACCUMULATE = FLAGS.integer("accumulate", 1, "With --train: parts of a step.", lower_bound=1)
 REMAT = FLAGS.boolean("remat", False, "With --train: compute the layers twice, to store less.")
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "varjax")  # whose versions are said
 # other flags decide how pictures are drawn
-OF_TRAINING = set(
-    "train accumulate remat model plugin checkpoint target mesh batch_size dtype json "
-    "overwrite".split()
+OF_STEPS = set("model plugin checkpoint target mesh batch_size dtype json overwrite".split())
+OF_TRAINING = OF_STEPS | {"train", "accumulate", "remat"}
+OF_LEARNING = OF_STEPS | set(
+    "learn aspect size grid prompt_tokens cfg tau sampling cfg_insertion_layer cfg_interval".split()
 )
 FLAGS.heading("Output")
 JSON = FileFlags(FLAGS, "json", "Also write the results to this file.")
@@ -139,25 +144,25 @@ def _sizing(wanted: Sequence[Chip], model: Model, program: ProgramOptions) -> Si
     )
 
 
-def resolve_training(wanted: Sequence[Chip]) -> TrainingStep:
-    """The training step that is asked for. All flags are checked, nothing is compiled."""
-    for name in itertools.chain(*FLAGS.all_values()):
-        if FLAGS.flag(name).present and name not in OF_TRAINING:
+def resolve_step(wanted: Sequence[Chip]) -> Step:
+    """The step that is asked for. All flags are checked, nothing is compiled."""
+    name, known = ("train", OF_TRAINING) if TRAIN.value else ("learn", OF_LEARNING)
+    for other in itertools.chain(*FLAGS.all_values()):
+        if FLAGS.flag(other).present and other not in known:
             raise UserError(
-                f"--{name} decides how pictures are drawn, and --train compiles a training step: "
-                "leave out one of them"
+                f"--{other} decides how pictures are drawn, and --{name} compiles a {name}ing "
+                "step: leave out one of them"
             )
     least = min(wanted, key=lambda chip: chip.most_devices)
     with about(FLAGS.values["mesh"]):
         mesh = TrainingMesh.parse(FLAGS.values["mesh"].value, least.most_devices)
-    step = TrainingStep(
-        model=MODEL.resolve(weights=False),
-        mesh=mesh,
-        batch_size=PROGRAM.asked.value,
-        dtype=FLAGS.values["dtype"].value,
-        accumulate=ACCUMULATE.value,
-        remat=REMAT.value,
-    )
+    model, batch, dtype = MODEL.resolve(weights=False), PROGRAM.asked.value, FLAGS.values["dtype"]
+    given = {"model": model, "mesh": mesh, "batch_size": batch, "dtype": dtype.value}
+    if TRAIN.value:
+        step = TrainingStep(**given, accumulate=ACCUMULATE.value, remat=REMAT.value)
+    else:
+        text = MODEL.text_tokens(model)
+        step = LearningStep(**given, sampling=SAMPLING.sampling(model), text_tokens=text)
     step.check()
     return step
 
@@ -182,8 +187,10 @@ def main(argv) -> int:
     for name in ("accumulate", "remat"):
         if FLAGS.values[name].present and not TRAIN.value:
             raise UserError(f"--{name} is of training steps: add --train, or leave it out")
-    if TRAIN.value:
-        step = resolve_training(wanted)
+    if TRAIN.value and LEARN.value:
+        raise UserError("--train and --learn compile different steps: choose one")
+    if TRAIN.value or LEARN.value:
+        step = resolve_step(wanted)
         said, work = [step.title()], partial(worker.train, step)
     else:
         workloads, remarks = resolve(wanted)

@@ -123,7 +123,7 @@ def compile_program(
         temporaries = buffers.read_dump(Path(folder), module)
         started = launches.read_dump(Path(folder), module.all_trips())
     stats, weights = compiled.memory_analysis(), jax.tree.leaves(networks)
-    taken, cost = len(traced.args_info[0][0]), program_cost(traced.jaxpr)
+    taken, cost = len(jax.tree.leaves(traced.args_info[0][0])), program_cost(traced.jaxpr)
     reads = times_read(traced.jaxpr)[:taken] + [0] * (len(weights) - taken)
     unread = sum(device_bytes(a) for a, used in zip(weights, reads, strict=True) if not used)
     return CompiledProgram(

@@ -19,7 +19,7 @@ import jax
 
 from experiments.aot import floor, training
 from experiments.aot.program import Compilation, DoesNotFit, Workload, first_line, num_bytes
-from experiments.aot.training import TrainingStep
+from experiments.aot.training import Step
 from experiments.output import say
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
@@ -79,8 +79,8 @@ def refused(chip: Chip, batch: int, error: DoesNotFit) -> dict:
     return {"status": "refused", "fits": False, "error": str(error), **sizes}
 
 
-def train(asked: TrainingStep, chip: Chip) -> dict:
-    """The result of a training step."""
+def train(asked: Step, chip: Chip) -> dict:
+    """The result of a step of training or learning."""
     say(f"{chip.name}: compiling a step of {asked.batch_size} images on {asked.mesh}")
     return sized(chip, asked.batch_size, partial(training.describe, asked, chip))
 

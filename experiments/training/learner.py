@@ -41,6 +41,7 @@ from varjax.core.sequence import SCALES, TOKENS
 from varjax.models import teacher_forcing
 from varjax.models.teacher_forcing import Gates
 from varjax.policies.learned import Learned, LearnedScales, LearnedTokens
+from varjax.policies.token_rule import SHORT_STAGE, period_of
 
 # Of the start's last use; the others have 0. By scale, in small budgets, which what is not yet sure
 # would fill by itself, it is more: 1.8 for every factor e below 0.2.
@@ -103,6 +104,11 @@ class LearnerSettings:
         rule.check_budget(geometry)
         return rule
 
+    def first_logit(self, geometry: Geometry) -> float:
+        """The logit of the start's last uses."""
+        smaller = math.log(SURER_BELOW / self.budget) if geometry.kind == SCALES else 0
+        return FIRST_LOGIT[geometry.kind] + SURER * max(0, smaller)
+
     def deciding(self, stage: str) -> dict:
         return dataclasses.asdict(self)
 
@@ -144,22 +150,15 @@ class Learner:
 
     # --- states -----------------------------------------------------------------------------------
 
-    def _first(self) -> dict:
-        programs = self._programs
-        first, smaller = FIRST_LOGIT[self.geometry.kind], SURER_BELOW / self.settings.budget
-        if self.geometry.kind == SCALES:
-            first += SURER * max(0.0, math.log(smaller))
-        logits = first * jax.nn.one_hot(self.start, programs.scales)
-        multipliers = jnp.zeros(jax.eval_shape(programs.expected, logits).shape)
-        moments = programs.optimizer.init(logits)
-        return {"logits": logits, "optimizer": moments, "multipliers": multipliers}
-
     @cached_property
     def shapes(self) -> dict:
         return jax.eval_shape(self._first)
 
     def first_state(self) -> dict:
         return jax.device_put(self._first(), self.places(self.shapes))
+
+    def _first(self) -> dict:
+        return self._programs.first_state(self.start, self.settings.first_logit(self.geometry))
 
     def places(self, state: dict) -> dict:
         """Where each array of a state lies: whole on every device."""
@@ -236,7 +235,14 @@ class Programs:
         rate = optax.cosine_decay_schedule(RATE, self.steps, 0.1)
         return optax.adam(rate, b1=B1, b2=B2, eps=EPSILON)
 
-    @partial(jax.jit, static_argnums=0)
+    def first_state(self, start: Int[Array, "L N F"], logit: float) -> dict:
+        """The state before step 0, which begins with these last uses, of this logit."""
+        logits = logit * jax.nn.one_hot(start, self.scales)
+        multipliers = jnp.zeros(jax.eval_shape(self.expected, logits).shape)
+        moments = self.optimizer.init(logits)
+        return {"logits": logits, "optimizer": moments, "multipliers": multipliers}
+
+    @partial(jax.jit, static_argnums=0, donate_argnums=2)
     def step(self, transformer: nnx.Module, state: dict, n: Array, scale: tuple, batch: tuple):
         """The state after step n, and its metrics. scale: divergence of the start, and tokens that
         fit."""
@@ -315,6 +321,15 @@ class Programs:
 
         keys = jax.random.split(key, len(logits))
         return Gates((logits, keys), of_layer, period=self.period or 1)
+
+
+def even_period(geometry: Geometry, asked: int | None = None) -> int | None:
+    """Tokens of a stage, at most as many as are asked for (None: 8), where tokens are drawn one by
+    one: stages are as even as can be, so that a table tells the period."""
+    if geometry.kind == SCALES:
+        return asked
+    stages = -(-geometry.schedule.steps // (asked or SHORT_STAGE))
+    return period_of(geometry.schedule, stages)
 
 
 def kept_until(p: Float[Array, "*shape K"]) -> Float[Array, "*shape K"]:

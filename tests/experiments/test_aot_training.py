@@ -1,15 +1,23 @@
-"""`experiments.aot --train`: wrong flags, the table, a step compiled over eight fake devices."""
+"""`experiments.aot --train` and `--learn`: wrong flags, the table, steps that are compiled."""
 
 import json
 import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
-from experiments.aot import worker
+from experiments.aot import training, worker
+from experiments.aot.training import LearningStep
+from experiments.training.learner import Programs
+from experiments.training.mesh import TrainingMesh
+from pallas_kernels import chips
+from tests import models_under_test as models
+from varjax.models.loading import describe
 
 TRAIN = ("--model=var-d36", "--train", "--target=v5p")
+LEARN = ("--model=infinity-2b", "--learn", "--target=h100")
 
 
 @pytest.mark.parametrize(
@@ -23,6 +31,10 @@ TRAIN = ("--model=var-d36", "--train", "--target=v5p")
         ((*TRAIN, "--mesh=fsdp=4", "--batch_size=8", "--accumulate=4"), "a multiple of 16"),
         ((*TRAIN, "--mesh=model=4"), "unknown axis 'model' of a mesh"),
         ((*TRAIN, "--mesh=fsdp=4096", "--batch_size=4096"), "takes 4096 devices"),
+        ((*LEARN, "--policy=h2o"), "--policy decides how pictures are drawn, and --learn compiles"),
+        ((*LEARN, "--mesh=data=8", "--batch_size=11"), "choose a multiple of 8"),
+        ((*LEARN, "--remat"), "--remat is of training steps"),
+        ((*LEARN, "--train"), "--train and --learn compile different steps"),
         (("--model=var-d36", "--remat"), "--remat is of training steps: add --train"),
         (("--model=var-d36", "--accumulate=2"), "--accumulate is of training steps"),
     ],
@@ -105,3 +117,37 @@ def test_a_step_over_fake_devices():
     assert 4 * divided["parameters"] * 4 <= alone["state_bytes"]  # with average and two moments
     assert 0.25 <= divided["state_bytes"] / alone["state_bytes"] < 0.26
     assert divided["aliased"] and alone["aliased"]
+
+
+def learning(model):
+    given = {"mesh": TrainingMesh(), "batch_size": 2, "dtype": "float32"}
+    return LearningStep(model=model, sampling=model.sampling(), **given)
+
+
+@pytest.mark.parametrize(
+    "case", ["b_k6_sharedaln", pytest.param("llamagen_c2i", marks=pytest.mark.slow)]
+)
+def test_a_learning_step_takes_what_a_run_gives_it(call, case, monkeypatch, tmp_path):
+    folder, taken = models.checkpoint_folder(case), []
+
+    def ends(*given):
+        taken.extend(given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Programs, "step", ends)
+    flags = ("--num_samples=2", "--budgets=0.4", "--batch_size=2", f"--out={tmp_path / 'a.npz'}")
+    call("learn", f"--checkpoint={folder}", *flags)
+    programs, arguments = learning(describe(folder)).arguments()
+    found, expected = (
+        [(a.shape, a.dtype) for a in jax.tree.leaves(t)] for t in (arguments, taken[1:])
+    )
+    assert programs == taken[0] and found == expected
+
+
+def test_a_learning_step_of_texts(monkeypatch):
+    """It is compiled, and changes its state in place."""
+    monkeypatch.setattr(chips, "compile_only_devices", lambda name, count: jax.devices()[:count])
+    step = learning(models.fixture_model(models.FAMILIES["infinity"]))
+    found = training.describe(step, chips.CHIPS["h100"])
+    assert found["aliased"] and found["fits"] and found["flops"] > 0
+    assert found["peak_bytes"] > found["parameter_bytes"] + found["state_bytes"]
