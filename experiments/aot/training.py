@@ -158,9 +158,8 @@ class LearningStep(Step):
         programs = Programs(self.sampling, geometry, STEPS, 0, period)
         transformer = parameters.shapes(model.transformer, self.dtype)
         state = jax.eval_shape(
-            programs.first_state,
+            partial(programs.first_state, logit=1.0),
             shape(geometry.num_layers, geometry.num_heads, programs.source.size, dtype=jnp.int32),
-            1.0,
         )
         condition = model.transformer.condition_shapes(size, self.text_tokens)
         given = shape(size, geometry.schedule.total_tokens, model.config.code_map[-1])

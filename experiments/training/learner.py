@@ -235,7 +235,7 @@ class Programs:
         rate = optax.cosine_decay_schedule(RATE, self.steps, 0.1)
         return optax.adam(rate, b1=B1, b2=B2, eps=EPSILON)
 
-    def first_state(self, start: Int[Array, "L N F"], logit: float) -> dict:
+    def first_state(self, start: Int[Array | np.ndarray, "L N F"], logit: float) -> dict:
         """The state before step 0, which begins with these last uses, of this logit."""
         logits = logit * jax.nn.one_hot(start, self.scales)
         multipliers = jnp.zeros(jax.eval_shape(self.expected, logits).shape)

@@ -117,7 +117,7 @@ class _Items:
         """Tokens held right after each layer of each scale but the last has stored."""
         count = len(self.gained) * self.layers
         begun, ended = (np.bincount(self.row(u), self.size, count) for u in (self.source, last))
-        return np.cumsum(begun - ended)[: count - self.layers]
+        return np.cumsum(begun - ended, dtype=np.float64)[: count - self.layers]
 
     def worth(self, last: Int[np.ndarray, " I"]) -> float:
         return float(self.gained[last, np.arange(last.size)].sum())
