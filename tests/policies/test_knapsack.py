@@ -48,7 +48,9 @@ def optimum(gain, source, size, limit):
     limits = [LinearConstraint(stays, -np.inf, 0), LinearConstraint(stores, -np.inf, limit)]
     options = {"time_limit": 20, "mip_rel_gap": 1e-3}
     whole = {"integrality": np.ones(count), "bounds": Bounds(0, 1), "options": options}
-    return -milp(-gain[tuple(places.T)], constraints=limits, **whole).fun
+    found = milp(-gain[tuple(places.T)], constraints=limits, **whole)
+    assert found.status == 0, found.message
+    return -found.fun
 
 
 def measured(name):

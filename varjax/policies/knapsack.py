@@ -64,9 +64,9 @@ class Knapsack(Policy):
     2. Cost: the tokens of scale j, in all scales from j + 1 to u.
     3. Budget: after every layer of every scale all heads of all layers together hold at most
        b * F * L * N tokens.
-    4. The last uses of greatest worth within the budget: prices for each (scale, layer), then the
-       best gains per token that still fit, or a search (`varjax.policies.last_uses`); at least
-       99.5 % of the optimum of an integer programme on the embedded models, from 5 % on.
+    4. The last uses of greatest worth within the budget, by prices for each (scale, layer) and a
+       search (`varjax.policies.last_uses`): at least 99.5 % of the optimum of an integer programme
+       on the embedded models, from 5 % on.
 
     Needs a calibration that holds beta.
 
