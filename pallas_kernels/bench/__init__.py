@@ -10,8 +10,6 @@ from pallas_kernels.bench.scales import SCALES, candidate, dense
 from pallas_kernels.bench.timing import Candidate, Operation, measure, short
 from pallas_kernels.bench.tokens import TOKENS
 
-__all__ = ["Candidate", "candidate", "errors", "measure", "prepare", "short", "ways"]
-
 OPERATIONS: dict[str, Operation] = SCALES | TOKENS
 REFERENCE, DENSE = "reference", "dense"
 

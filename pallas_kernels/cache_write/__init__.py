@@ -2,5 +2,3 @@
 
 from pallas_kernels.cache_write.api import write
 from pallas_kernels.tables import BlockWrites, block_writes
-
-__all__ = ["BlockWrites", "block_writes", "write"]

@@ -2,5 +2,3 @@
 
 from pallas_kernels.cross_attention.api import TextKeys, attend_text
 from pallas_kernels.cross_attention.reference import attend_visible
-
-__all__ = ["TextKeys", "attend_text", "attend_visible"]

@@ -9,12 +9,3 @@ from pallas_kernels.ragged_attention.api import (
 )
 from pallas_kernels.ragged_attention.reference import attention_scores
 from pallas_kernels.tables import BlockTable
-
-__all__ = [
-    "BlockTable",
-    "QuerySums",
-    "attend",
-    "attention_moments",
-    "attention_scores",
-    "store_and_attend",
-]

@@ -382,10 +382,7 @@ class _Tile:
         k.release(place)  # the next keys may come while the softmax is at work
         # after the product, so that keys that are not valid may hold anything
         scores = jax.lax.cond(
-            partly,
-            lambda s: jnp.where(keys.valid(i, s.shape, 1), s, -jnp.inf),
-            lambda s: s,
-            scores,
+            partly, lambda s: jnp.where(keys.valid(i, s.shape, 1), s, -jnp.inf), lambda s: s, scores
         )
         highest = jnp.maximum(maximum, scores.max(axis=1) * LOG2_E)
         rescale = jnp.exp2(maximum - highest)  # 0 in the first step, whose maximum was -inf

@@ -1,5 +1,3 @@
 """Ranks of a head's tokens."""
 
 from pallas_kernels.rank.api import rank
-
-__all__ = ["rank"]

@@ -2,5 +2,3 @@
 
 from pallas_kernels.residual.api import add_and_normalize, to_8_bits
 from pallas_kernels.residual.operands import Branch, Norm, Rows8, Sums, Vectors
-
-__all__ = ["Branch", "Norm", "Rows8", "Sums", "Vectors", "add_and_normalize", "to_8_bits"]

@@ -1,5 +1,3 @@
 """Choosing tokens from logits."""
 
 from pallas_kernels.sample.api import sample
-
-__all__ = ["sample"]

@@ -31,14 +31,7 @@ from pallas_kernels import estimates
 from pallas_kernels.projection import K, Projection, Q, V, quarter_turn_matrix
 from pallas_kernels.refs import Operand, Ref, one_number
 from pallas_kernels.shared import mosaic_operands as mosaic
-from pallas_kernels.shared.mosaic_products import (
-    LAYOUT,
-    ROWS,
-    Multiply,
-    Wgmma,
-    across,
-    products,
-)
+from pallas_kernels.shared.mosaic_products import LAYOUT, ROWS, Multiply, Wgmma, across, products
 from pallas_kernels.tables import CONSECUTIVE, KIND_BITS, PARTIAL, RUN, BlockWrites
 
 TURNED = 64  # columns that are turned at once

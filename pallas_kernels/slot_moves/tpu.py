@@ -71,10 +71,7 @@ def _move(slots, target, below: int | None, interpret, most_bytes: int):
     moved = pl.pallas_call(
         partial(_move_rows, begin),
         grid=(rows // together, heads // some),
-        in_specs=[
-            pl.BlockSpec((together, *places.shape[1:]), lambda r, n: (r, 0, 0)),
-            spec(count),
-        ],
+        in_specs=[pl.BlockSpec((together, *places.shape[1:]), lambda r, n: (r, 0, 0)), spec(count)],
         out_specs=spec(written),
         out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         input_output_aliases={1: 0},

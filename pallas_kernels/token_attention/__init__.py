@@ -4,16 +4,3 @@ token by token."""
 from pallas_kernels.token_attention.api import attend, scores, scores_on_the_way, store_and_attend
 from pallas_kernels.token_attention.operands import HeadSlots, NewToken, Probe, Query, QuerySum
 from pallas_kernels.token_attention.reference import store
-
-__all__ = [
-    "HeadSlots",
-    "NewToken",
-    "Probe",
-    "Query",
-    "QuerySum",
-    "attend",
-    "scores",
-    "scores_on_the_way",
-    "store",
-    "store_and_attend",
-]

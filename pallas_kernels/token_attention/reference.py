@@ -63,10 +63,7 @@ def scores(q, slots, first: int):
 
 
 def store(
-    slots: Slots,
-    k: Float[Array, "R M T H"],
-    v: Float[Array, "R M T H"],
-    slot: Int[Array, ""] | int,
+    slots: Slots, k: Float[Array, "R M T H"], v: Float[Array, "R M T H"], slot: Int[Array, ""] | int
 ) -> Slots:
     """The slots with T tokens from slot `slot` on, the same one in all rows and heads. Positions
     are left to the caller."""
@@ -79,9 +76,7 @@ def store(
 
 
 def store_scales(
-    scale: Float[Array, "R M T 2"],
-    slot: Int[Array, ""] | int,
-    stored: Float[Array, "R 2 M C"],
+    scale: Float[Array, "R M T 2"], slot: Int[Array, ""] | int, stored: Float[Array, "R 2 M C"]
 ) -> Float[Array, "R 2 M C"]:
     """`stored` with the scales of T keys and their values (see `cache_write.reference.quantize`)
     from slot `slot` on."""

@@ -36,13 +36,7 @@ from pallas_kernels.cache_write.reference import quantize
 from pallas_kernels.refs import one_number
 from pallas_kernels.shared import tpu_slots
 from pallas_kernels.shared.tpu_operands import pools
-from pallas_kernels.token_attention import (
-    reference,
-    tpu_call,
-    tpu_row,
-    tpu_scores,
-    tpu_used,
-)
+from pallas_kernels.token_attention import reference, tpu_call, tpu_row, tpu_scores, tpu_used
 from pallas_kernels.token_attention.operands import NewToken, kernel_operands, visible
 from pallas_kernels.token_attention.tpu_call import Operands, Prefetched, Results
 
@@ -208,11 +202,7 @@ def _attend_row(i, row, first, some: int, group: int, given: Operands, results: 
     if results.mass is not None:
         # a group's queries read the same slots, so they count in the same sums
         sums = slots.mass[i] + query.mass_weight[0] * lines.gathered(weights)
-        put(
-            results.mass,
-            lines if group == 1 else tpu_row.Lines.of(heads, 1),
-            sums,
-        )
+        put(results.mass, lines if group == 1 else tpu_row.Lines.of(heads, 1), sums)
 
 
 def _probe_row(i, first, some: int, given: Operands, results: Results) -> None:

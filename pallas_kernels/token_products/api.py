@@ -41,12 +41,7 @@ def why_not(implementation: str, dtype, hidden: int, angles: Angles) -> str | No
 
 
 def start(
-    x: Float[Array, "R D"],
-    norm: RMSNorm,
-    eps: float,
-    dtype,
-    *,
-    implementation: str | None = None,
+    x: Float[Array, "R D"], norm: RMSNorm, eps: float, dtype, *, implementation: str | None = None
 ) -> TokenStream:
     """The stream before the first product. eps, norm: of the norm that comes next. dtype: of the
     products. implementation: here and below one of `implementations.NAMES`; None takes the best one

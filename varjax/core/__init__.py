@@ -15,31 +15,3 @@ from varjax.core.segments import plan_segments
 from varjax.core.sequence import SCALES, TOKENS, Schedule, TokenSequence
 from varjax.core.step import cache_step
 from varjax.core.tokens import TokenSpec, token_step
-
-__all__ = [
-    "SCALES",
-    "TOKENS",
-    "Geometry",
-    "Inputs",
-    "Needs",
-    "NextScaleTransformer",
-    "NextTokenTransformer",
-    "Observation",
-    "Policy",
-    "RegionAllocation",
-    "Rule",
-    "Sampling",
-    "ScaleSpec",
-    "Schedule",
-    "Scores",
-    "StageAllocation",
-    "StaticAllocation",
-    "TokenSequence",
-    "TokenSpec",
-    "cache_step",
-    "decode",
-    "masks",
-    "plan_cache",
-    "plan_segments",
-    "token_step",
-]

@@ -69,13 +69,8 @@ class RegionInputs:
         return replace(self, read=self.read.with_packed(block_size))
 
     def of_layer(self, layer: Int[Array, ""]) -> "RegionInputs":
-        capacity, policy = jax.tree.map(lambda a: a[layer], (self.capacity, self.policy))
-        return RegionInputs(
-            read=self.read.of_layer(layer),
-            following=self.following.of_layer(layer),
-            capacity=capacity,
-            policy=policy,
-        )
+        rest = jax.tree.map(lambda a: a[layer], (self.capacity, self.policy))
+        return RegionInputs(self.read.of_layer(layer), self.following.of_layer(layer), *rest)
 
 
 LayerInputs = StaticInputs | RegionInputs

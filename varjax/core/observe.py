@@ -86,14 +86,8 @@ class LayerView:
 
     def scores(self, queries: Float[Array, "R N Q H"]) -> Float[Array, "R N Q K"]:
         """Scores of some queries before the softmax, -inf where there is no key."""
-        return attention_scores(
-            queries,
-            self.projection.keys(),
-            self.step.length,
-            self.state.kv_pool,
-            self.table,
-            kv_scale=self.state.kv_scale,
-        )
+        given = (self.projection.keys(), self.step.length, self.state.kv_pool, self.table)
+        return attention_scores(queries, *given, kv_scale=self.state.kv_scale)
 
 
 def observe_window(obs: Observation, view: LayerView, needs: Needs) -> Observation:
@@ -124,15 +118,10 @@ def sum_over_queries(obs: Observation, view: LayerView, needs: Needs) -> Observa
     # needs no maximum and no division, and no scores are ever stored.
     # Padded queries attend like others; only their weight keeps them out of the sums.
     weights = (jnp.arange(view.projection.shape[2]) < view.step.length).astype(jnp.float32)
-    total, squares = attention_moments(
-        view.projection,
-        view.step.length,
-        view.state.kv_pool,
-        view.table,
-        QuerySums(weights, view.lse, needs.query_variance),
-        kv_scale=view.state.kv_scale,
-        implementation=view.implementation,
-    )
+    sums = QuerySums(weights, view.lse, needs.query_variance)
+    given = (view.projection, view.step.length, view.state.kv_pool, view.table, sums)
+    options = dict(kv_scale=view.state.kv_scale, implementation=view.implementation)
+    total, squares = attention_moments(*given, **options)
     mean = total / view.step.length
     obs = replace(obs, scale_mass=mean)
     if needs.query_variance:

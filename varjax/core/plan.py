@@ -91,7 +91,6 @@ class CachePlan:
     def allocated_bytes(self, batch_size: int, dtype, groups: int = 1) -> int:
         """Bytes of the pools of all devices together where heads are divided over `groups` of
         them: one program serves all, so each pool has the size of the fullest."""
-        # all groups have pools of one size, so the first stands for them
         return groups * self.divide(groups)[0].num_bytes(batch_size, dtype)
 
     def dense_bytes(self, batch_size: int, dtype) -> int:

@@ -169,16 +169,9 @@ def sample(
     if sampling.more_smooth:
         logits = filter_logits(scores.guided(), sampling.top_k, sampling.top_p)
         return choose(logits, noise, implementation="reference"), logits
-    drawn = choose(
-        scores.plain,
-        noise,
-        tau=scores.tau,
-        strength=scores.strength,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        implementation=implementation,
-    )
-    return drawn, None
+    options = dict(tau=scores.tau, strength=scores.strength, implementation=implementation)
+    filters = dict(top_k=sampling.top_k, top_p=sampling.top_p)
+    return choose(scores.plain, noise, **filters, **options), None
 
 
 def smooth_codes(

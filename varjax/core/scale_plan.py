@@ -78,8 +78,7 @@ class ScalePlan(CachePlan):
         plans = []
         # Every device lays out its own heads, so that block numbers are those of its own pool.
         for first in range(0, self.geometry.num_heads, heads):
-            last_use = self.allocation.last_use[:, first : first + heads]
-            part = StaticAllocation(last_use)
+            part = StaticAllocation(self.allocation.last_use[:, first : first + heads])
             plans.append(build_plan(geometry, part, self.block_size, self.policy))
         # One program serves all devices: their pools have the size of the fullest.
         blocks = max(plan.pool_blocks for plan in plans)

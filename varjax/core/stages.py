@@ -123,9 +123,7 @@ class TokenPlan(CachePlan):
     @property
     def read_tokens(self) -> int | None:
         a = self.allocation
-        if a.reads is None:
-            return None
-        return self.sequence.condition + a.protected + int(a.reads[0])
+        return None if a.reads is None else self.sequence.condition + a.protected + int(a.reads[0])
 
     @property
     def reads(self) -> str | None:

@@ -150,15 +150,9 @@ class DecidingStep:
     def attend_and_store(self, projection, *, step, layer, state: KVState, inputs: RegionInputs):
         how = {"ragged": self.ragged, "implementation": self.attention}
         view = LayerView.of(projection, step, state, inputs.read, layer, **how)
-        found = attend(
-            projection,
-            step.length,
-            state.kv_pool,
-            view.table,
-            kv_scale=state.kv_scale,
-            return_lse=self.sums_attention,
-            implementation=self.attention,
-        )
+        given = (projection, step.length, state.kv_pool, view.table)
+        options = dict(kv_scale=state.kv_scale, implementation=self.attention)
+        found = attend(*given, return_lse=self.sums_attention, **options)
         out, lse = found if self.sums_attention else (found, None)
         if not self.observes:
             return out, state

@@ -1,6 +1,5 @@
 """`Generator`: a generation program, compiled once and run batch after batch."""
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -83,8 +82,7 @@ class Generator:
     ):
         Build.refuse_moved(moved)
         check_model(model)
-        most = arguments.LARGEST_BATCH
-        self.batch_size = arguments.integer("batch_size", batch_size, 1, most)
+        self.batch_size = arguments.integer("batch_size", batch_size, 1, arguments.LARGEST_BATCH)
         words = "a varjax.Build, as varjax.Build(layers='scan')"
         build = arguments.instance("build", Build() if build is None else build, Build, words)
         self.build = build.here()
@@ -100,31 +98,21 @@ class Generator:
         arguments.instance("plan", plan, CachePlan, "a plan, as varjax.plan makes it")
         model.check_geometry(plan.geometry, sampling)
         self.model, self.plan, self.policy, self.mesh = model, plan, plan.policy, mesh
-        self.spec = specify(
-            model.networks,
-            plan,
-            sampling,
-            self.build,
-            batch_size=self.batch_size,
-            mesh=mesh,
-            platform=jax.default_backend(),
-        )
+        where = {"mesh": mesh, "platform": jax.default_backend()}
+        parts = model.networks, plan, sampling, self.build
+        self.spec = specify(*parts, batch_size=self.batch_size, **where)
         sharding.check_plan(plan, mesh)
         devices = {"available": len(jax.devices()), "where": hosts.where()}
         mesh.check(batch_size=self.batch_size, num_heads=plan.geometry.num_heads, **devices)
         self.kv_dtype = pool_dtype(kv_dtype, model.dtype)
-        predict_for = partial(
-            memory.predict,
-            model,
-            plan.divide(mesh.model)[0],
-            self.batch_size // mesh.data,
-            model.dtype,
-            self.kv_dtype,
-            kernels=build.attention and build.attention != "reference",
-            decoding=self.build.decoding,
-        )
-        self._layers = memory.layers_that_fit(build.layers, predict_for, memory.device_bytes())
+        share = plan.divide(mesh.model)[0], self.batch_size // mesh.data  # of a device
+        kernels = build.attention and build.attention != "reference"
+        how = {"kernels": kernels, "decoding": self.build.decoding}
+        predict = partial(memory.predict, model, *share, model.dtype, self.kv_dtype, **how)
+        self._layers = memory.layers_that_fit(build.layers, predict, memory.device_bytes())
         self.networks, self.timing, self.program = model.networks, Timing(), None
+        doing = f"drawing a batch of {self.batch_size}"
+        self._explained = partial(program.explained, doing, build.attention)
         self._weights, self._seen = Weights(self.networks), ()
         self._arrange()
         # only now: another generator may have left matrices turned, which are never divided
@@ -144,8 +132,7 @@ class Generator:
     @property
     def layers(self) -> str:
         """Whether the program scans over layers ("scan") or has a body for each ("unroll")."""
-        apart = stacked.is_separate(self.networks["transformer"])
-        return UNROLL if apart else SCAN
+        return UNROLL if stacked.is_separate(self.networks["transformer"]) else SCAN
 
     @property
     def allocated_bytes(self) -> int:
@@ -184,10 +171,7 @@ class Generator:
         return np.concatenate(images)
 
     def batches(
-        self,
-        condition: Condition,
-        numbers: Iterable[np.ndarray] | None = None,
-        **options,
+        self, condition: Condition, numbers: Iterable[np.ndarray] | None = None, **options
     ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
         """All images, batch by batch: (their numbers, results on the host). The next batch is
         started before one is handed out (`started.in_turn`).
@@ -222,23 +206,17 @@ class Generator:
     ) -> tuple[dict[str, Array], PyTree]:
         """The results of at most a batch of images, by their numbers, and the cache of the
         whole batch. given: tokens of all images. options: as of `run_batch`."""
-        batch = self._start_images(condition, index, given=given, **options)
-        self._wait(batch)
+        batch = self._wait(self._start_images(condition, index, given=given, **options))
         return batch.results, batch.cache
 
     def _start_images(
-        self,
-        condition: Condition,
-        index: np.ndarray,
-        *,
-        given=None,
-        **options,
+        self, condition: Condition, index: np.ndarray, *, given=None, **options
     ) -> Started:
         """Starts what `run_images` does."""
         padded = self._padded(index)
         if given is not None:
             given = given.take(padded) if isinstance(given, Given) else np.asarray(given)[padded]
-        batch = self._start(condition.take(padded), padded, given=given, **options)
+        batch = self._start(condition.take(padded), padded, given, **options)
         contents = batch.results.pop("contents", None)  # has rows, not images
         batch.results = {name: a[: len(index)] for name, a in batch.results.items()}
         if self.build.keep_contents:
@@ -276,21 +254,13 @@ class Generator:
           UserError: wrong input, or (`generation.program.OutOfMemory`) a device without enough
           memory.
         """
-        options = {"seed": seed, "given": given, "given_scales": given_scales}
-        batch = self._start(condition, image_index, keep_cache=keep_cache, **options)
-        self._wait(batch)
+        told = condition, image_index, given, seed, given_scales, keep_cache
+        batch = self._wait(self._start(*told))
         return batch.results, batch.cache
 
     @jax_settings.pinned()
     def _start(
-        self,
-        condition: PyTree,
-        image_index: np.ndarray,
-        *,
-        seed: int | np.ndarray = 0,
-        given: np.ndarray | Given | None = None,
-        given_scales: int | None = None,
-        keep_cache: bool = True,
+        self, condition, image_index, given, seed=0, given_scales=None, keep_cache=True
     ) -> Started:
         """Starts what `run_batch` does."""
         seed = check_seeds(seed, self.batch_size)
@@ -307,15 +277,13 @@ class Generator:
             found = self.program.draw(self._weights, state, told, keep_cache=keep_cache)
             return Started(*found, begun)
 
-    def _wait(self, batch: Started) -> None:
+    def _wait(self, batch: Started) -> Started:
         """Waits until a batch is done, and keeps its time."""
         with hosts.answering(), self._explained():
             seconds = batch.wait()
         if seconds is not None:
             self.timing.runs.append(seconds)
-
-    def _explained(self) -> contextlib.AbstractContextManager[None]:
-        return program.explained(f"drawing a batch of {self.batch_size}", self.build.attention)
+        return batch
 
     @jax_settings.pinned()
     def decode_arguments(self, condition: Condition, seed: int = 0) -> tuple:
@@ -351,23 +319,19 @@ class Generator:
         if condition is None:
             shapes = self.networks["transformer"].condition_shapes(images)
             condition = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
-        doing, tokens = f"compiling a batch of {images}", self.plan.geometry.kind == TOKENS
-        how = {"few_rows": tokens, "weights_dtype": self.model.weights_dtype}
+        how = {"few_rows": self.plan.geometry.kind == TOKENS}
+        how["weights_dtype"] = self.model.weights_dtype
+        doing, platform = f"compiling a batch of {images}", jax.default_backend()
+        code_map = jax.ShapeDtypeStruct((images, *self.model.code_map), jnp.float32)
         try:
             with program.explained(doing, self.build.attention), compilation_cache.kept():
                 self.program = None
                 self._arrange()
                 told = self.arguments(condition, np.zeros(images, np.int32), 0, given)
                 divided = self._divided(told[-1]) if self.mesh.num_devices > 1 else None
-                self.program = Program.compile(
-                    self._weights,
-                    self._empty,
-                    told,
-                    jax.ShapeDtypeStruct((images, *self.model.code_map), jnp.float32),
-                    self.build,
-                    sharded=divided,
-                    options=program.compiler_options(jax.default_backend(), **how),
-                )
+                options = program.compiler_options(platform, **how)
+                taken = self._weights, self._empty, told, code_map, self.build
+                self.program = Program.compile(*taken, sharded=divided, options=options)
         except NotImplementedError as error:  # a kernel that cannot take these shapes
             raise UserError(str(error)) from error
         self.timing.cache = self.program.came
@@ -390,8 +354,7 @@ class Generator:
         # by identity, which costs nothing; holding the arrays would keep weights twice
         if self._seen == (seen := tuple(map(id, self._weights.arrays()))) and seen:
             return
-        platform, groups = jax.default_backend(), self.mesh.model
-        arrange_layers(self.networks, self._layers, platform, groups)
+        arrange_layers(self.networks, self._layers, jax.default_backend(), self.mesh.model)
         if self.program is not None and self.program.formats is not None:
             self._weights.place(self.program.formats)
         self._seen = tuple(map(id, self._weights.arrays()))
@@ -441,6 +404,4 @@ def check_seeds(seed: int | np.ndarray, images: int) -> int | np.ndarray:
     seeds = arguments.integers("seed", seed, "give one for each image, or one for all", images)
     if len(seeds) != images:
         raise UserError(f"{len(seeds)} seeds for a batch of {images} images: give one for each")
-    for value in seeds:
-        check_seed(value)
-    return seeds.astype(np.int32)
+    return np.array([check_seed(value) for value in seeds], np.int32)

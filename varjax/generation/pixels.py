@@ -95,9 +95,7 @@ def decode(
     images = code_map.shape[0]
     at_once = decoding.images_at_once(codec, code_map.shape[1:3], images)
     return map_in_chunks(
-        lambda index: (codec.decode(code_map[index], dtype=decoding.dtype) + 1) / 2,
-        images,
-        at_once,
+        lambda index: (codec.decode(code_map[index], dtype=decoding.dtype) + 1) / 2, images, at_once
     )
 
 

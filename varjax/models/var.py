@@ -102,11 +102,7 @@ class VARConfig(published.TransformerConfig):
 # width 64 * depth and as many heads as layers
 PRESETS = {f"var-d{n}": VARConfig(depth=n, embed_dim=64 * n, num_heads=n) for n in (16, 20, 24, 30)}
 PRESETS["var-d36"] = VARConfig(
-    depth=36,
-    embed_dim=64 * 36,
-    num_heads=36,
-    schedule=Schedule.square(SIDES_512),
-    shared_aln=True,
+    depth=36, embed_dim=64 * 36, num_heads=36, schedule=Schedule.square(SIDES_512), shared_aln=True
 )
 
 

@@ -30,37 +30,3 @@ from varjax.policies.diagonal import Diagonal  # isort: skip
 
 for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
     importlib.import_module(_module.name)
-
-__all__ = [
-    "POLICIES",
-    "AMSKV",
-    "BinaryHeatKV",
-    "Compose",
-    "Diagonal",
-    "Full",
-    "H2O",
-    "HACK",
-    "HeadKV",
-    "HeatKV",
-    "HeatKVNaive",
-    "Knapsack",
-    "Learned",
-    "LineAR",
-    "Needs",
-    "Observation",
-    "Policy",
-    "RKV",
-    "ScaleKV",
-    "ScaleRule",
-    "SlidingWindow",
-    "SnapKV",
-    "StagedPolicy",
-    "Streaming",
-    "Table",
-    "TokenRule",
-    "capacities",
-    "get_policy",
-    "load_module",
-    "masks",
-    "register",
-]

@@ -69,9 +69,6 @@ def resolve_policy(policy: str | Policy, budget: float | None = None) -> Policy:
 
 
 OWN = own_modules.Kind(
-    "policy",
-    (POLICIES,),
-    attrgetter("__module__"),
-    "decorate a class with @register('its_name')",
+    "policy", (POLICIES,), attrgetter("__module__"), "decorate a class with @register('its_name')"
 )
 load_module = OWN.load
