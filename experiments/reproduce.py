@@ -42,6 +42,7 @@ from experiments.sweep import intervals
 from varjax.core.errors import UserError
 from varjax.models.loading import describe
 from varjax.models.registry import found as found_model
+from varjax.storage import npz
 from varjax.storage.atomic import check_place, write_text
 from varjax.storage.manifest import read_json
 
@@ -70,6 +71,9 @@ ROWS = FLAGS.list("rows", None, "Only these rows, by their numbers from 1 on: 1,
 SHARD = ShardFlag(FLAGS, "images of every row")
 DRY_RUN = FLAGS.boolean("dry_run", False, "Print the commands; run none.")
 OUT = FLAGS.string("out", None, "Folder of all results; default: results/RECIPE.")
+OWN = frozenset(
+    "recipe checkpoint prompts shard policy policy_args budget out dry_run help".split()
+)
 DRAWN, JUDGED = (CHECKPOINT, PROMPTS, RUN), (REFERENCE, INCEPTION, LPIPS)
 
 
@@ -205,8 +209,7 @@ def interval(file: Path, key: str) -> Sequence[float]:
     """Return the interval of a mean over the pictures of an evaluation, if it is known."""
     values = np.zeros(0)
     if file.is_file():
-        with np.load(file) as arrays:
-            values = arrays[key].astype(np.float64) if key in arrays else values
+        values = npz.load(file, [key]).get(key, values).astype(np.float64)
     values = values[np.isfinite(values)]  # PSNR leaves out equal pictures
     return intervals.bootstrap(values[None])[0] if len(values) > 1 else ()
 
@@ -240,15 +243,23 @@ def resolve() -> tuple[Recipe, list[Step], Path]:
         return recipe, list(steps_of(recipe, out)), out
     recipe.check_model(describe(found_model(CHECKPOINT.value)))
     try:
-        shlex.split(RUN.value)
+        given = [word.partition("=")[0].lstrip("-") for word in shlex.split(RUN.value)]
     except ValueError as error:
         raise UserError(f"--run={RUN.value:.60}: {error}") from None
+    if own := sorted(set(given) & OWN):
+        raise UserError(f"--run={RUN.value:.60}: --{own[0]} is said by the recipe or this command")
     steps = list(steps_of(recipe, out))
-    if lacks := lacking(recipe):
+    lacks = lacking(recipe)
+    if not CHECKPOINT.value:  # the demo would be drawn beside the table's figures
+        lacks.append(f"--checkpoint=DIR ({', '.join(recipe.content['models'])})")
+    if lacks:
         said = f"recipe {recipe.name} needs {'; '.join(lacks)}"
         if not DRY_RUN.value:
             raise UserError(said)
         say(said)
+    for holder in () if DRY_RUN.value else JUDGED:
+        if holder.value and not Path(holder.value).exists():
+            raise UserError(f"--{holder.name}={holder.value}: there is no such file or folder")
     return recipe, steps, out
 
 

@@ -118,7 +118,16 @@ def test_a_table_of_steps(call, tiny, tmp_path):
         (("--recipe=amskv-table3", "--rows=1,6"), "--rows=6: recipe amskv-table3 has rows 1 to 5"),
         (("--recipe=amskv-table3", "--run='"), "--run=': No closing quotation"),
         (("--recipe=learned-demo", "--rows=1"), "--rows: the steps of learned-demo say what is"),
-        (("--recipe=var-fid50k", "--shard=0/2", "--out=."), "holds other things than rows of a"),
+        (("--recipe=amskv-table3", "--run=--policy=full"), "--policy is said by the recipe"),
+        (
+            ("--recipe=var-fid50k", "--checkpoint=demo", "--reference=x", "--inception=x"),
+            "--reference=x: there is no such file or folder",
+        ),
+        (("--recipe=var-fid50k", "--shard=0/2"), "needs --checkpoint=DIR (var-d16, "),
+        (
+            ("--recipe=var-fid50k", "--checkpoint=demo", "--shard=0/2", "--out=."),
+            "holds other things than rows of a",
+        ),
     ],
 )
 def test_wrong_input(refused, tmp_path, flags, message):

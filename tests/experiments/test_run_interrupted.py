@@ -28,14 +28,14 @@ def test_interrupted_run_resumes_without_repeating(call, checkpoint, tmp_path, m
     flags = (checkpoint, "--num_images=5", "--batch_size=2", "--save_arrays", "--segments=1")
     start, ran, before = Generator._start, [], signal.getsignal(signal.SIGTERM)
 
-    def counted(self, labels, index, **options):
+    def counted(self, labels, index, given, **options):
         if len(ran) == 1 and not interrupted:
             interrupted.append(True)
             raise KeyboardInterrupt
         ran.append(list(index))
         if len(ran) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        return start(self, labels, index, **options)
+        return start(self, labels, index, given, **options)
 
     interrupted = []
     monkeypatch.setattr(Generator, "_start", counted)
@@ -67,9 +67,9 @@ def test_a_full_disk_at_the_end_loses_nothing(call, checkpoint, tmp_path, monkey
     out, start, ran = tmp_path / "out", Generator._start, []
     flags = (checkpoint, "--labels=3,7,7", "--batch_size=1", "--compare", "--save_arrays")
 
-    def counted(self, condition, index, **options):
+    def counted(self, condition, index, given, **options):
         ran.append((self.policy.name, *index))
-        return start(self, condition, index, **options)
+        return start(self, condition, index, given, **options)
 
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")

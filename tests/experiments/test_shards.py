@@ -57,12 +57,12 @@ def test_killed_resumed_and_merged_is_one_run(call, checkpoint, tmp_path, monkey
     flags = (checkpoint, *RUN, "--compare", "--save_arrays")
     start, drawn = Generator._start, []
 
-    def counted(self, condition, index, **options):
+    def counted(self, condition, index, given, **options):
         if len(drawn) == 1 and not killed:
             killed.append(1)
             raise KeyboardInterrupt
         drawn.append((self.policy.name, *index))
-        return start(self, condition, index, **options)
+        return start(self, condition, index, given, **options)
 
     killed = []
     monkeypatch.setattr(Generator, "_start", counted)

@@ -49,7 +49,7 @@ def best_last_uses(
     fixed = np.zeros(source.size, bool) if fixed is None else fixed
     last = np.full(gain.shape[1:], len(gain) - 1)
     room = limit - _Items.of(gain, source, size, fixed).rows(last[..., fixed].ravel())
-    if room.min() < 0:
+    if room.min(initial=0) < 0:
         most = limit - int(room.min())
         raise ValueError(f"the fixed items hold {most} tokens, more than {limit=}")
     if not fixed.all():
