@@ -157,10 +157,8 @@ class LearningStep(Step):
         period, size = even_period(geometry), self.batch_size
         programs = Programs(self.sampling, geometry, STEPS, 0, period)
         transformer = parameters.shapes(model.transformer, self.dtype)
-        state = jax.eval_shape(
-            programs.first_state,
-            shape(geometry.num_layers, geometry.num_heads, programs.source.size, dtype=jnp.int32),
-        )
+        sizes = geometry.num_layers, geometry.num_heads, programs.source.size
+        state = jax.eval_shape(lambda: programs.first_state(np.zeros(sizes, np.int32)))
         condition = model.transformer.condition_shapes(size, self.text_tokens)
         given = shape(size, geometry.schedule.total_tokens, model.config.code_map[-1])
         if model.draws_tokens:

@@ -143,7 +143,7 @@ class Learner:
 
     @cached_property
     def shapes(self) -> dict:
-        return jax.eval_shape(self._programs.first_state, self.start)
+        return jax.eval_shape(lambda: self._programs.first_state(self.start))
 
     def first_state(self) -> dict:
         return jax.device_put(self._programs.first_state(self.start), self.places(self.shapes))
@@ -223,7 +223,7 @@ class Programs:
         rate = optax.cosine_decay_schedule(RATE, self.steps, 0.1)
         return optax.adam(rate, b1=B1, b2=B2, eps=EPSILON)
 
-    def first_state(self, start: Int[Array, "L N F"]) -> dict:
+    def first_state(self, start: Int[np.ndarray, "L N F"]) -> dict:
         """The state before step 0, which begins with these last uses."""
         logits = FIRST_LOGIT[self.geometry.kind] * jax.nn.one_hot(start, self.scales)
         multipliers = jnp.zeros(jax.eval_shape(self.expected, logits).shape)
