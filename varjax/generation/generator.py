@@ -98,9 +98,8 @@ class Generator:
         arguments.instance("plan", plan, CachePlan, "a plan, as varjax.plan makes it")
         model.check_geometry(plan.geometry, sampling)
         self.model, self.plan, self.policy, self.mesh = model, plan, plan.policy, mesh
-        where = {"mesh": mesh, "platform": jax.default_backend()}
-        parts = model.networks, plan, sampling, self.build
-        self.spec = specify(*parts, batch_size=self.batch_size, **where)
+        told = {"batch_size": self.batch_size, "mesh": mesh, "platform": jax.default_backend()}
+        self.spec = specify(model.networks, plan, sampling, self.build, **told)
         sharding.check_plan(plan, mesh)
         devices = {"available": len(jax.devices()), "where": hosts.where()}
         mesh.check(batch_size=self.batch_size, num_heads=plan.geometry.num_heads, **devices)
@@ -111,7 +110,7 @@ class Generator:
         predict = partial(memory.predict, model, *share, model.dtype, self.kv_dtype, **how)
         self._layers = memory.layers_that_fit(build.layers, predict, memory.device_bytes())
         self.networks, self.timing, self.program = model.networks, Timing(), None
-        doing = f"drawing a batch of {self.batch_size}"
+        doing = f"drawing a batch of {batch_size}"
         self._explained = partial(program.explained, doing, build.attention)
         self._weights, self._seen = Weights(self.networks), ()
         self._arrange()
@@ -152,8 +151,7 @@ class Generator:
         progress: bool | Callable[[int, int], None] = False,
     ) -> np.ndarray:
         """One image per label or prompt: float32 [N, H, W, 3], RGB in [0, 1]. Image i depends on
-        (seed, i, its label or prompt) only. See `varjax.generate` for what the model takes, and for
-        `progress`."""
+        (seed, i, its label or prompt) only. The rest is as in `varjax.generate`."""
         check_seed(seed)
         report = reporter(progress, "image")
         given = {"labels": labels, "prompts": prompts, "text_features": text_features}
@@ -217,16 +215,14 @@ class Generator:
         if given is not None:
             given = given.take(padded) if isinstance(given, Given) else np.asarray(given)[padded]
         batch = self._start(condition.take(padded), padded, given, **options)
-        contents = batch.results.pop("contents", None)  # has rows, not images
+        contents = {"contents": batch.results.pop("contents", None)}  # has rows, not images
         batch.results = {name: a[: len(index)] for name, a in batch.results.items()}
-        if self.build.keep_contents:
-            batch.results["contents"] = contents
+        batch.results |= contents if self.build.keep_contents else {}
         batch.index = index
         return batch
 
     def _padded(self, index: np.ndarray) -> np.ndarray:
-        # One program serves every number of images: a short batch repeats its last image, and the
-        # copies are cut off again.
+        # one program for every number of images: copies of a short batch's last are cut off again
         return np.pad(index, (0, self.batch_size - len(index)), mode="edge").astype(np.int32)
 
     @jax_settings.pinned()
@@ -309,8 +305,7 @@ class Generator:
         """Compiles both programs (codes, pixels) ahead of time. `UserError` for a kernel that
         cannot take these shapes, or a device without enough memory.
 
-        condition: arrays of a batch, of the shapes that `run_batch` will get; None: labels, or
-          texts as long as the model takes.
+        condition: of a batch, in the shapes to come; None: labels, or texts of the largest length.
         given: tokens of a batch if some will be given.
         """
         if any(isinstance(a, jax.ShapeDtypeStruct) for a in self._weights.arrays()):
@@ -319,8 +314,7 @@ class Generator:
         if condition is None:
             shapes = self.networks["transformer"].condition_shapes(images)
             condition = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
-        how = {"few_rows": self.plan.geometry.kind == TOKENS}
-        how["weights_dtype"] = self.model.weights_dtype
+        few, dtype = self.plan.geometry.kind == TOKENS, self.model.weights_dtype
         doing, platform = f"compiling a batch of {images}", jax.default_backend()
         code_map = jax.ShapeDtypeStruct((images, *self.model.code_map), jnp.float32)
         try:
@@ -329,7 +323,7 @@ class Generator:
                 self._arrange()
                 told = self.arguments(condition, np.zeros(images, np.int32), 0, given)
                 divided = self._divided(told[-1]) if self.mesh.num_devices > 1 else None
-                options = program.compiler_options(platform, **how)
+                options = program.compiler_options(platform, few_rows=few, weights_dtype=dtype)
                 taken = self._weights, self._empty, told, code_map, self.build
                 self.program = Program.compile(*taken, sharded=divided, options=options)
         except NotImplementedError as error:  # a kernel that cannot take these shapes
@@ -375,8 +369,7 @@ class Generator:
         given: np.ndarray | Given | None = None,
         given_scales: int | None = None,
     ) -> tuple[PyTree, Array, Inputs]:
-        """Condition, keys and inputs of a batch (`varjax.core.decode`), from what `run_batch`
-        takes."""
+        """Condition, keys and inputs of a batch (`varjax.core.decode`), told as `run_batch` is."""
         tables = self.spec.for_images(self._shared_tables, image_index)
         if given is not None:
             given = Given.of(given, self.plan.geometry.schedule, given_scales)
