@@ -68,7 +68,7 @@ MODEL = ModelFlags(FLAGS)
 BUDGETS = FLAGS.string("budgets", "0.05,0.1,0.2", "Fractions of the full cache, a table for each.")
 CONDITION = ConditionFlags(FLAGS, samples=176)
 STEPS = FLAGS.integer(
-    "steps", 300, "Steps for each budget, of --batch_size images.", lower_bound=1, upper_bound=10**6
+    "steps", 160, "Steps for each budget, of --batch_size images.", lower_bound=1, upper_bound=10**6
 )
 SAMPLING = SamplingFlags(FLAGS)
 BATCH_SIZE = batch_size_flag(FLAGS, 11, "Images of a step.")

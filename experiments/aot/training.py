@@ -34,7 +34,7 @@ from varjax.models.teacher_forcing import Gates
 from varjax.storage import parameters
 
 NO_DATA = "none"  # a folder is asked for, and never opened
-STEPS = 300  # a number that a learning step divides by
+STEPS = 160  # a number that a learning step divides by
 STEP = "a step"  # the program's name in the report
 
 

@@ -47,9 +47,10 @@ from varjax.policies.token_rule import SHORT_STAGE, period_of
 # would fill by itself, it is more: 1.8 for every factor e below 0.2.
 FIRST_LOGIT = {SCALES: 2.5, TOKENS: 4.0}
 SURER_BELOW, SURER = 0.2, 1.8
-TEMPERATURES = 0.7, 0.2  # of the samples, at the first step and at the last one
+# Of the samples, at the first step and at the last one. Colder ones learn slower.
+TEMPERATURES = 1.0, 0.6
 STRETCH = 0.05  # what is cut off at both ends of a gate
-RATE, B1, B2, EPSILON = 0.15, 0.9, 0.98, 1e-15  # of Adam; its rate falls to a tenth
+RATE, B1, B2, EPSILON = 0.3, 0.9, 0.98, 1e-15  # of Adam; its rate falls to a tenth
 # Of a violated budget: quadratic, and of its multipliers, at most at so great an excess a step: the
 # first samples hold much more than small budgets, and what is dropped then is hardly found again.
 WEIGHT, MULTIPLIER_STEP, LARGEST_EXCESS = 5.0, 0.5, 0.1
@@ -90,7 +91,7 @@ class LearnerSettings:
     digest: str
     period: int | None = None
     log_every: ClassVar[int] = 20
-    validate_every: ClassVar[int] = 100
+    validate_every: ClassVar[int] = 50
     checkpoint_every: ClassVar[int] = 50
 
     @property
@@ -326,8 +327,8 @@ class Programs:
 def even_period(geometry: Geometry, asked: int | None = None) -> int | None:
     """Tokens of a stage, at most as many as are asked for (None: 8), where tokens are drawn one by
     one: stages are as even as can be, so that a table tells the period."""
-    if geometry.kind == SCALES:
-        return asked
+    if geometry.kind == SCALES or (asked or 0) >= geometry.schedule.steps:
+        return asked  # what cannot be is told by the rule, as it was asked for
     stages = -(-geometry.schedule.steps // (asked or SHORT_STAGE))
     return period_of(geometry.schedule, stages)
 

@@ -27,6 +27,10 @@ from varjax.core.sampling import Sampling
 from varjax.core.sequence import SCALES, TOKENS, Schedule
 from varjax.core.step_inputs import StepInputs
 
+# Of a layer with gates: products with weights are kept for its gradients, attention runs again.
+again = functools.partial(
+    jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+)
 LEAST_GATE = 1e-30  # log 0 has no gradient; a key with this gate adds nothing to a float32 sum
 
 
@@ -114,7 +118,7 @@ def through_layers(
     x: Float[Array, "R L D"],
     gates: Gates | None = None,
 ) -> Float[Array, "R L D"]:
-    """The residual stream of all scales after the last layer. With gates a layer runs again for its
+    """The residual stream of all scales after the last layer. With gates attention runs again for
     gradients."""
     schedule = transformer.config.schedule
     scale = schedule.scale_of_token
@@ -130,7 +134,7 @@ def through_layers(
             attended = layers.dense_attention(*arrays, mask)
         return transformer.post_attention(block, layer_context, shared, x, attended)
 
-    differentiated = jax.checkpoint if gates else transformer.differentiated
+    differentiated = again if gates else transformer.differentiated
     layer = differentiated(layer) if differentiated else layer
     inputs = (transformer.blocks, (context["layers"], gates and gates.values))
     return stacked.scan(layer, transformer.stream(x), inputs).settled()
@@ -207,8 +211,8 @@ def through_token_layers(
     key: Array | None = None,
     gates: Gates | None = None,
 ) -> Float[Array, "R image_tokens D"]:
-    """The residual stream of `of_tokens` after the last layer. With gates a layer runs again for
-    its gradients."""
+    """The residual stream of `of_tokens` after the last layer. With gates attention runs again for
+    gradients."""
     condition, visible = context["condition"], context["visible"]
     count, length = tokens.shape[1], visible.shape[1]
     mask = transformer.condition_mask(visible, count)
@@ -228,7 +232,7 @@ def through_token_layers(
     x = jnp.concatenate([condition, transformer.embed(context, tokens)], axis=1)
     keys = jax.random.split(jax.random.key(0) if key is None else key, 1 + transformer.config.depth)
     x = dropped_out(x, 0, rate=dropout, key=keys[0])
-    differentiated = jax.checkpoint if gates else transformer.differentiated
+    differentiated = again if gates else transformer.differentiated
     layer = differentiated(layer) if differentiated else layer
     inputs = (transformer.blocks, keys[1:], gates and gates.values)
     return stacked.scan(layer, x, inputs)[:, length - 1 :]
