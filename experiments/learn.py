@@ -68,10 +68,14 @@ MODEL = ModelFlags(FLAGS)
 BUDGETS = FLAGS.string("budgets", "0.05,0.1,0.2", "Fractions of the full cache, a table for each.")
 CONDITION = ConditionFlags(FLAGS, samples=176)
 STEPS = FLAGS.integer(
-    "steps", 160, "Steps for each budget, of --batch_size images.", lower_bound=1, upper_bound=10**6
+    "steps",
+    12,
+    "Steps for each budget, each of half of the images.",
+    lower_bound=1,
+    upper_bound=10**4,
 )
 SAMPLING = SamplingFlags(FLAGS)
-BATCH_SIZE = batch_size_flag(FLAGS, 11, "Images of a step.")
+BATCH_SIZE = batch_size_flag(FLAGS, 11, "Images that are in memory together.")
 DTYPE = dtype_flag(FLAGS, None, "the weights")
 PERIOD = FLAGS.integer(
     "period",
@@ -177,7 +181,7 @@ def learned(
             settings=one,
             mesh=mesh,
         )
-        table = np.round(255 * np.sqrt(stage.keep(loop.run(stage, work))[1:])).astype(np.uint8)
+        table = stage.stored(loop.run(stage, work))
         tables[one.budget] = table
         gains[name].append(stage.first_divergence)
         gains["learned"].append(stage.divergence(stage.best(gain_of(table))))
@@ -215,7 +219,10 @@ def main(argv: list[str]) -> None:
     }
     digest = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()
     period = even_period(geometry, PERIOD.value)
-    settings = [LearnerSettings(b, STEPS.value, size, seed, digest, period) for b in budgets]
+    images = min(len(condition), size * -(-len(condition) // (2 * size)))  # whole batches
+    settings = [
+        LearnerSettings(b, STEPS.value, images, size, seed, digest, period) for b in budgets
+    ]
     for one in settings:
         one.rule(geometry)
     try:

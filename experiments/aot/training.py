@@ -34,7 +34,6 @@ from varjax.models.teacher_forcing import Gates
 from varjax.storage import parameters
 
 NO_DATA = "none"  # a folder is asked for, and never opened
-STEPS = 160  # a number that a learning step divides by
 STEP = "a step"  # the program's name in the report
 
 
@@ -142,7 +141,8 @@ class TrainingStep(Step):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LearningStep(Step):
-    """Step of `experiments.learn`; the number of steps and the budget do not change its size.
+    """What a step of `experiments.learn` computes of the images that are in memory together; the
+    budget does not change its size.
 
     text_tokens: padded length of texts; None: the most that the model takes.
     """
@@ -152,30 +152,29 @@ class LearningStep(Step):
     text_tokens: int | None = None
 
     def arguments(self) -> tuple[Programs, tuple]:
-        """`Programs` and what its step takes, as shapes, images last."""
+        """`Programs` and what `Programs.effects` takes, as shapes."""
         model, geometry = self.model, self.model.geometry_for(self.sampling)
         period, size = even_period(geometry), self.batch_size
-        programs = Programs(self.sampling, geometry, STEPS, 0, period)
+        programs = Programs(self.sampling, geometry, period)
         transformer = parameters.shapes(model.transformer, self.dtype)
-        state = jax.eval_shape(
-            partial(programs.first_state, logit=1.0),
-            shape(geometry.num_layers, geometry.num_heads, programs.source.size, dtype=jnp.int32),
-        )
+        heads = geometry.num_layers, geometry.num_heads
+        table = shape(programs.scales, *heads, programs.source.size)
         condition = model.transformer.condition_shapes(size, self.text_tokens)
-        given = shape(size, geometry.schedule.total_tokens, model.config.code_map[-1])
         if model.draws_tokens:
             given = shape(size, geometry.schedule.steps, dtype=jnp.int32)
+        else:
+            given = shape(size, geometry.schedule.total_tokens, model.config.code_map[-1])
         full = partial(teacher_forcing.guided, sampling=self.sampling, gates=Gates())
         logits = shape(*jax.eval_shape(full, transformer, condition, given).shape)
-        batch = condition, given, logits
-        return programs, (transformer, state, shape(dtype=jnp.int32), (shape(), shape()), batch)
+        key = jax.eval_shape(partial(jax.random.key, 0))
+        return programs, (transformer, table, (condition, given, logits), key)
 
     def program(self, mesh: TrainingMesh) -> Program:
-        programs, (*whole, batch) = self.arguments()
-        transformer, state, n, scale = on(mesh.whole(), tuple(whole))
+        programs, (transformer, table, batch, key) = self.arguments()
+        transformer, table, key = on(mesh.whole(), (transformer, table, key))
         batch = on(mesh.batch(), batch)
-        trace = partial(Programs.step.trace, programs, transformer, state, n, scale, batch)
-        return Program(trace, transformer, state, transformer)
+        trace = partial(Programs.effects.trace, programs, transformer, table, batch, key)
+        return Program(trace, transformer, {}, transformer)
 
 
 def shape(*sizes: int, dtype: jnp.dtype = jnp.float32) -> jax.ShapeDtypeStruct:

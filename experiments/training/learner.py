@@ -1,25 +1,26 @@
-"""Learning of last uses: which head may see which token for how long, by gradients through the
-model (`varjax.models.teacher_forcing.Gates`).
+"""Learning of last uses: which head may see which token for how long, by exchanges in a table.
 
-A token of scale j has in every head one last use u in {j, ..., K - 1}, with logits z. For every
-image a step samples last uses by Gumbel-softmax, so that attention, which renormalises, cannot
-shrink all gates at no cost; the gate of scale s is P(u >= s), stretched so that 0 and 1 are
-reached. The loss is the divergence from the full cache's logits, tokens forced. An augmented
-Lagrangian holds the expected tokens after every store at the budget. At the end the best last uses
-under the budget are those that gain most of sqrt(P(u >= s)) (`policies.last_uses`).
+A token of scale j has in every head one last use u in {j, ..., K - 1}. A step forces images that
+the full cache has drawn through the model, with the gates of a table, and finds for all gates at
+once what turning one over would do to the divergence from the full cache's logits:
+
+- to first order its effect on the outputs of attention times their gradient (`turning`);
+- to second order half of the square of the same effect on the log probability of tokens that are
+  drawn from the gated logits: Fisher's information is the divergence's second derivative.
+
+What a gate is worth is the divergence without its key less that with it. The worths, averaged over
+steps, decide the next table: the best last uses under the budget, where what is kept has an
+advantage, so great that a certain share of the table is exchanged. The share falls from step to
+step: early ones change much at once, late ones what interacts.
 
 Where tokens are drawn one by one, a stage takes the place of a scale, and every head has room of
 its own (`policies.learned.LearnedTokens`).
-
-The loss is told in parts of the first table's divergence, so that nothing here depends on how large
-a model's divergences are.
 
 Letters: B images, K scales or stages, L layers, N heads, F tokens that are cached (of the image),
 V vocabulary.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -29,33 +30,29 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree, UInt8
 
+from experiments.training import turning
 from experiments.training.mesh import TrainingMesh
 from experiments.training.stage import pictures_of_step, whole_batches
 from varjax.core.allocation import Geometry
 from varjax.core.sampling import Sampling
-from varjax.core.sequence import SCALES, TOKENS
+from varjax.core.sequence import SCALES
 from varjax.models import teacher_forcing
 from varjax.models.teacher_forcing import Gates
-from varjax.policies.learned import Learned, LearnedScales, LearnedTokens
+from varjax.policies.learned import Learned, LearnedScales, LearnedTokens, gain_of
 from varjax.policies.token_rule import SHORT_STAGE, period_of
 
-# Of the start's last use; the others have 0. By scale, in small budgets, which what is not yet sure
-# would fill by itself, it is more: 1.8 for every factor e below 0.2.
-FIRST_LOGIT = {SCALES: 2.5, TOKENS: 4.0}
-SURER_BELOW, SURER = 0.2, 1.8
-# Of the samples, at the first step and at the last one. Colder ones learn slower.
-TEMPERATURES = 1.0, 0.6
-STRETCH = 0.05  # what is cut off at both ends of a gate
-RATE, B1, B2, EPSILON = 0.3, 0.9, 0.98, 1e-15  # of Adam; its rate falls to a tenth
-# Of a violated budget: quadratic, and of its multipliers, at most at so great an excess a step: the
-# first samples hold much more than small budgets, and what is dropped then is hardly found again.
-WEIGHT, MULTIPLIER_STEP, LARGEST_EXCESS = 5.0, 0.5, 0.1
-# of the budget, so that no token that is sure to stay has to leave when the table is made
-AIM = 0.99
+# At the first step and at the last one: the share of what a table keeps that is exchanged, and how
+# much the newest worths count in the average.
+SHARES, NEWEST = (0.15, 0.005), (0.5, 0.3)
+TRIES, NEAR = 8, 0.8  # for an advantage; the share may be so much of what it should be
+LEAST = 1e-6  # gain, in parts of the greatest: room that is left over takes any token
+# Of stored gains: the advantage of what is kept, in those of the last step, and the share of what
+# is kept that is worth less than what a file can hold.
+SURE, ENOUGH = 4, 0.9
+STATE = "last_use", "worth", "advantage"
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,17 +79,19 @@ class Samples:
 @dataclass(frozen=True)
 class LearnerSettings:
     """What decides the result besides model and samples, and how often a run says and saves what it
-    has. digest: of all that the samples depend on. period: as of `Learned`."""
+    has. images: of a step. batch_size: those that are in memory together. digest: of all that the
+    samples depend on. period: as of `Learned`."""
 
     budget: float
     steps: int
+    images: int
     batch_size: int
     seed: int
     digest: str
     period: int | None = None
-    log_every: ClassVar[int] = 20
-    validate_every: ClassVar[int] = 50
-    checkpoint_every: ClassVar[int] = 50
+    log_every: ClassVar[int] = 1
+    validate_every: ClassVar[int] = 4
+    checkpoint_every: ClassVar[int] = 1
 
     @property
     def name(self) -> str:
@@ -105,10 +104,10 @@ class LearnerSettings:
         rule.check_budget(geometry)
         return rule
 
-    def first_logit(self, geometry: Geometry) -> float:
-        """The logit of the start's last uses."""
-        smaller = math.log(SURER_BELOW / self.budget) if geometry.kind == SCALES else 0
-        return FIRST_LOGIT[geometry.kind] + SURER * max(0, smaller)
+    def between(self, ends: tuple[float, float], n: int) -> float:
+        """What falls by equal factors, at step n."""
+        first, last = ends
+        return first * (last / first) ** (n / max(1, self.steps - 1))
 
     def deciding(self, stage: str) -> dict:
         return dataclasses.asdict(self)
@@ -132,12 +131,11 @@ class Learner:
 
     name = property(attrgetter("settings.name"))
     steps = property(attrgetter("settings.steps"))
-    batch_size = property(attrgetter("settings.batch_size"))
+    batch_size = property(attrgetter("settings.images"))
 
     @cached_property
     def _programs(self) -> "Programs":
-        settings = self.settings
-        return Programs(self.sampling, self.geometry, self.steps, settings.seed, settings.period)
+        return Programs(self.sampling, self.geometry, self.settings.period)
 
     @cached_property
     def room(self) -> int:
@@ -147,32 +145,73 @@ class Learner:
     @cached_property
     def first_divergence(self) -> float:
         """That of the start."""
-        return max(self.divergence(self.start), 1e-9)
+        return self.divergence(self.start)
 
     # --- states -----------------------------------------------------------------------------------
 
     @cached_property
     def shapes(self) -> dict:
-        return jax.eval_shape(self._first)
+        return jax.eval_shape(self.first_state)
 
     def first_state(self) -> dict:
-        return jax.device_put(self._first(), self.places(self.shapes))
-
-    def _first(self) -> dict:
-        return self._programs.first_state(self.start, self.settings.first_logit(self.geometry))
+        """The table, what its gates are worth, [K, L, N, F] in nats per token, and the advantage of
+        what it keeps, by which it was made."""
+        worth = jnp.zeros((self._programs.scales, *self.start.shape), jnp.float32)
+        values = jnp.asarray(self.start, jnp.int32), worth, jnp.zeros((), jnp.float32)
+        return dict(zip(STATE, values, strict=True))
 
     def places(self, state: dict) -> dict:
-        """Where each array of a state lies: whole on every device."""
+        """Where each array of a state lies: it is changed on the host."""
         one = jax.sharding.SingleDeviceSharding(jnp.zeros(()).devices().pop())
-        where = one if self.mesh.size == 1 else self.mesh.whole()
-        return jax.tree.map(lambda _: where, state)
+        return jax.tree.map(lambda _: one, state)
 
     def step(self, state: dict, n: int) -> tuple[dict, dict]:
-        settings = self.settings
+        settings, (last_use, worth, advantage) = (
+            self.settings,
+            (np.asarray(state[i]) for i in STATE),
+        )
         chosen = pictures_of_step(len(self.train), self.batch_size, settings.seed, n)
-        scale = jnp.float32(self.first_divergence), jnp.float32(self.room)
-        batch = self._spread(self.train.take(chosen))
-        return self._programs.step(self._network, state, jnp.int32(n), scale, batch)
+        lost, first, second = self._effects(last_use, chosen, n)
+        # the divergence bends up both ways: where a key goes, and where one comes
+        newest = np.where(self._kept(last_use), second / 2, -second / 2) - first
+        part = settings.between(NEWEST, n) if n else 1
+        worth = (1 - part) * worth + part * newest
+        values = *self._exchanged(last_use, worth, float(advantage), n), worth
+        values = dict(zip(("last_use", "advantage", "worth"), values, strict=True))
+        return {name: jnp.asarray(values[name], state[name].dtype) for name in STATE}, {
+            "loss": lost
+        }
+
+    def _effects(self, last_use: np.ndarray, chosen: np.ndarray, n: int) -> list[np.ndarray]:
+        """Means over the chosen images (`Programs.effects`)."""
+        table = jnp.asarray(np.where(self._kept(last_use), 1, turning.SHUT), jnp.float32)
+        key, total = jax.random.fold_in(jax.random.key(self.settings.seed), n), None
+        batches = list(whole_batches(len(chosen), self.settings.batch_size))
+        for i, part in enumerate(batches):
+            batch = self._spread(self.train.take(chosen[part]))
+            one = self._programs.effects(self._network, table, batch, jax.random.fold_in(key, i))
+            total = one if total is None else jax.tree.map(jnp.add, total, one)
+        return [a / len(batches) for a in jax.device_get(total)]
+
+    def _exchanged(
+        self, last_use: np.ndarray, worth: np.ndarray, advantage: float, n: int
+    ) -> tuple[np.ndarray, float]:
+        """The table after step n, and the advantage of what was kept before. advantage: that of the
+        step before; 0 for none."""
+        wanted, held = self.settings.between(SHARES, n), (last_use - self._programs.source).sum()
+        low, high, best = 0.0, float(max(worth.max(), 1e-30)), last_use
+        tried = advantage or high / 10
+        for _ in range(TRIES):
+            found = self.best(self._gain(last_use, worth, tried))
+            share = np.abs(found - last_use).sum() / max(1, 2 * held)
+            if share > wanted:
+                low = tried
+            else:
+                best, high = found, tried
+                if share >= NEAR * wanted:
+                    break
+            tried = np.sqrt(low * high) if low else tried / 2
+        return best, high
 
     @cached_property
     def _network(self) -> nnx.Module:
@@ -187,11 +226,30 @@ class Learner:
         even = len(batch[1]) % self.mesh.size == 0
         return jax.device_put(batch, self.mesh.batch() if even else self.mesh.whole())
 
-    # --- what was learned -------------------------------------------------------------------------
+    # --- tables -----------------------------------------------------------------------------------
 
-    def keep(self, state: Mapping) -> np.ndarray:
-        """float32 [K, L, N, F]: P(u >= s), the probability that scale s may see a token."""
-        return np.moveaxis(np.asarray(self._programs.kept(state["logits"])), -1, 0)
+    def _kept(self, last_use: Int[np.ndarray, "L N F"]) -> np.ndarray:
+        """bool [K, L, N, F]: whether a scale may see a token."""
+        return last_use >= np.arange(self._programs.scales)[:, None, None, None]
+
+    def _gain(self, last_use: np.ndarray, worth: np.ndarray, advantage: float) -> np.ndarray:
+        """float32 [K, L, N, F], in parts of the greatest."""
+        gain = worth + advantage * self._kept(last_use)
+        gain = gain / max(float(gain.max()), 1e-30)
+        return np.maximum(gain, LEAST, dtype=np.float32)
+
+    def stored(self, state: Mapping) -> UInt8[np.ndarray, "stored L N F"]:
+        """The table as a file holds it: gains of scales 1 to K - 1, by which the best last uses are
+        those of the state, and under other budgets good ones."""
+        last_use, worth, advantage = (np.asarray(state[name]) for name in STATE)
+        seen = np.arange(self._programs.scales)[:, None] > self._programs.source
+        kept = self._kept(last_use) & seen[:, None, None]
+        if not kept.any():
+            return np.zeros(worth[1:].shape, np.uint8)
+        advantage = SURE * advantage
+        full = max(float(np.quantile(worth[kept], ENOUGH)) + advantage, 1e-30)
+        gain = np.where(seen[:, None, None], worth + advantage * kept, 0)
+        return np.round(255 * np.clip(gain / full, 0, 1))[1:].astype(np.uint8)
 
     def best(self, gain: np.ndarray) -> Int[np.ndarray, "L N F"]:
         """The best last uses under the budget. gain: [K, L, N, F], what each scale sees in a
@@ -200,15 +258,14 @@ class Learner:
 
     def divergence(self, last_use: Int[np.ndarray, "L N F"]) -> float:
         """Mean divergence of the held-back images under a table, in nats per token."""
-        scales = np.arange(self._programs.scales)
-        table = (last_use[:, None] >= scales[:, None, None]).astype(np.float32)  # [L, K, N, F]
-        batches = whole_batches(len(self.held), self.batch_size)
+        table = jnp.asarray(self._kept(last_use), jnp.float32)
+        batches = whole_batches(len(self.held), self.settings.batch_size)
         batches = (self._spread(self.held.take(batch)) for batch in batches)
         found = [self._programs.lost(self._network, table, batch) for batch in batches]
         return float(np.mean(jax.device_get(found)))
 
     def validate(self, state: dict) -> dict:
-        return {"KL": self.divergence(self.best(np.sqrt(self.keep(state))))}
+        return {"KL": self.divergence(self.best(gain_of(self.stored(state))))}
 
 
 @dataclass(frozen=True)
@@ -217,8 +274,6 @@ class Programs:
 
     sampling: Sampling
     geometry: Geometry
-    steps: int
-    seed: int
     period: int | None = None
 
     @cached_property
@@ -231,97 +286,49 @@ class Programs:
         """K. The last scale has no token that is cached, the last stage has."""
         return 1 + int(self.source[-1]) + (not self.period)
 
-    @cached_property
-    def optimizer(self) -> optax.GradientTransformation:
-        rate = optax.cosine_decay_schedule(RATE, self.steps, 0.1)
-        return optax.adam(rate, b1=B1, b2=B2, eps=EPSILON)
-
-    def first_state(self, start: Int[Array | np.ndarray, "L N F"], logit: float) -> dict:
-        """The state before step 0, which begins with these last uses, of this logit."""
-        logits = logit * jax.nn.one_hot(start, self.scales)
-        multipliers = jnp.zeros(jax.eval_shape(self.expected, logits).shape)
-        moments = self.optimizer.init(logits)
-        return {"logits": logits, "optimizer": moments, "multipliers": multipliers}
-
-    @partial(jax.jit, static_argnums=0, donate_argnums=2)
-    def step(self, transformer: nnx.Module, state: dict, n: Array, scale: tuple, batch: tuple):
-        """The state after step n, and its metrics. scale: divergence of the start, and tokens that
-        fit."""
-        start, limit = scale
-        # 0 lets tokens be fewer than fit; slots of a head serve nobody else, so they are filled
-        least, rooms = (-jnp.inf, state["multipliers"][0].size) if self.period else (0, 1)
-
-        def loss_of(logits):
-            gates = self.gates(logits, key, len(batch[1]), tau)
-            lost = divergence(transformer, self.sampling, gates, batch).mean()
-            over, multipliers = self.over(logits, limit), state["multipliers"]
-            pressed = jnp.maximum(multipliers + WEIGHT * over, least)
-            penalty = (pressed**2 - multipliers**2).sum() / (2 * WEIGHT * rooms)
-            return lost / start + penalty, (lost, over)
-
-        first, last = TEMPERATURES
-        tau = first * (last / first) ** (n / self.steps)
-        key = jax.random.fold_in(jax.random.key(self.seed), n)
-        gradient, (lost, over) = jax.grad(loss_of, has_aux=True)(state["logits"])
-        changes, moments = self.optimizer.update(gradient, state["optimizer"])
-        excess = jnp.clip(over, -LARGEST_EXCESS, LARGEST_EXCESS)
-        new = {
-            "logits": optax.apply_updates(state["logits"], changes),
-            "optimizer": moments,
-            "multipliers": jnp.maximum(state["multipliers"] + MULTIPLIER_STEP * excess, least),
-        }
-        return state | new, {"loss": lost, "over": over.max()}
+    @partial(jax.jit, static_argnums=0)
+    def lost(self, transformer: nnx.Module, table: Float[Array, "K L N F"], batch: tuple) -> Array:
+        """Mean divergence of some images under a table, in nats per token."""
+        gates = Gates(jnp.moveaxis(table, 1, 0)[:, None], period=self.period or 1)
+        return divergence(self._logs(transformer, gates, batch), batch).mean()
 
     @partial(jax.jit, static_argnums=0)
-    def lost(self, transformer: nnx.Module, table: Float[Array, "L K N F"], batch: tuple) -> Array:
-        """Mean divergence of some images under a table."""
-        gates = Gates(table, period=self.period or 1)
-        return divergence(transformer, self.sampling, gates, batch).mean()
+    def effects(
+        self, transformer: nnx.Module, table: Float[Array, "K L N F"], batch: tuple, key: Array
+    ) -> tuple[Array, Float[Array, "K L N F"], Float[Array, "K L N F"]]:
+        """Mean divergence of some images under a table of gates that are 1 or `turning.SHUT`, in
+        nats per token; and by how much it is greater with each gate open than with it shut, to
+        first order, and the second derivative along that way."""
+        gates = jnp.moveaxis(table, 1, 0)[:, None]
+        of_images = jnp.broadcast_to(gates, (len(gates), len(batch[1]), *gates.shape[2:]))
 
-    def existing(self, logits: Float[Array, "*L N F K"]) -> Float[Array, "*L N F K"]:
-        """Logits without last uses before a token exists."""
-        exists = np.arange(logits.shape[-1]) >= self.source[:, None]
-        return jnp.where(exists, logits, -1e9)
+        def both(values):
+            gated = Gates(values, turning.attention, self.period or 1)
+            logs = self._logs(transformer, gated, batch)
+            drawn = jax.random.categorical(key, jax.lax.stop_gradient(logs))
+            likelihood = jnp.take_along_axis(logs, drawn[..., None], -1)
+            return divergence(logs, batch).mean(1), likelihood.sum(range(1, likelihood.ndim))
 
-    def kept(self, logits: Float[Array, "L N F K"]) -> Float[Array, "L N F K"]:
-        """P(u >= s) of every scale s."""
-        return kept_until(jax.nn.softmax(self.existing(logits), -1))
+        (lost, likelihood), effects_on = jax.vjp(both, of_images)
+        one, none = jnp.ones_like(lost), jnp.zeros_like(lost)
+        # by the logarithms of gates
+        first, score = (of_images * effects_on(each)[0] for each in ((one, none), (none, one)))
+        second = score**2 / batch[1].shape[1]
+        return lost.mean(), *(jnp.moveaxis(a.mean(1), 1, 0) for a in (first, second))
 
-    def expected(self, logits: Float[Array, "L N F K"]) -> Float[Array, "..."]:
-        """Expected tokens of all heads right after every store, [stores, L]; token by token those
-        of every head that stay after a stage, [stages, L, N]."""
-        later = np.arange(logits.shape[-1]) > self.source[:, None]
-        held = jnp.moveaxis(jnp.where(later, self.kept(logits), 0).sum(2), -1, 0)  # [K, L, N]
-        if self.period:
-            return held[2:]
-        held = held.sum(-1)
-        # as `core.allocator.after_each_store`
-        done, waiting = held[1:], held[:-1]
-        return jnp.cumsum(done, -1) + waiting.sum(-1, keepdims=True) - jnp.cumsum(waiting, -1)
+    def _logs(self, transformer, gates: Gates, batch: tuple) -> Float[Array, "B L *bits V"]:
+        """Log probabilities of all tokens."""
+        condition, given, _ = batch
+        logits = teacher_forcing.guided(transformer, condition, given, self.sampling, gates)
+        return jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
 
-    def over(self, logits: Float[Array, "L N F K"], limit: Float[Array, ""]) -> Array:
-        """How far what is expected is above the limit, in parts of it, shaped as `expected`."""
-        if self.period:  # before it, as many as there are
-            stages = np.arange(1, self.scales - 1)[:, None, None]
-            limit = jnp.minimum(limit, stages * self.period)
-        else:
-            limit = AIM * limit
-        return self.expected(logits) / limit - 1
 
-    def gates(
-        self, logits: Float[Array, "L N F K"], key: Array, images: int, tau: Float[Array, ""]
-    ) -> Gates:
-        """Gates of sampled last uses; they are drawn layer by layer, and again for gradients."""
-
-        def of_layer(values) -> Float[Array, "B K N F"]:
-            logits, key = values
-            noise = jax.random.gumbel(key, (images, *logits.shape))
-            kept = kept_until(jax.nn.softmax((self.existing(logits) + noise) / tau, -1))
-            gates = jnp.clip((1 + 2 * STRETCH) * kept - STRETCH, 0, 1)
-            return jnp.moveaxis(gates, -1, 1)
-
-        keys = jax.random.split(key, len(logits))
-        return Gates((logits, keys), of_layer, period=self.period or 1)
+def divergence(logs: Float[Array, "B L *bits V"], batch: tuple) -> Float[Array, "B L"]:
+    """KL from the full cache's distribution of every token; of one of bits the sum over them."""
+    _, given, reference = batch
+    full = jax.nn.log_softmax(reference.astype(jnp.float32), axis=-1)
+    lost = (jnp.exp(full) * (full - logs)).sum(-1)
+    return lost.reshape(*given.shape[:2], -1).sum(-1)
 
 
 def even_period(geometry: Geometry, asked: int | None = None) -> int | None:
@@ -331,18 +338,3 @@ def even_period(geometry: Geometry, asked: int | None = None) -> int | None:
         return asked  # what cannot be is told by the rule, as it was asked for
     stages = -(-geometry.schedule.steps // (asked or SHORT_STAGE))
     return period_of(geometry.schedule, stages)
-
-
-def kept_until(p: Float[Array, "*shape K"]) -> Float[Array, "*shape K"]:
-    """P(u >= s) of probabilities of u."""
-    return jnp.flip(jnp.cumsum(jnp.flip(p, -1), -1), -1)
-
-
-def divergence(
-    transformer: nnx.Module, sampling: Sampling, gates: Gates, batch: tuple
-) -> Float[Array, "B L"]:
-    """KL from the full cache's distribution of every token; of one of bits the sum over them."""
-    condition, given, reference = batch
-    found = teacher_forcing.guided(transformer, condition, given, sampling, gates)
-    p, q = (jax.nn.log_softmax(x.astype(jnp.float32), axis=-1) for x in (reference, found))
-    return (jnp.exp(p) * (p - q)).sum(-1).reshape(*given.shape[:2], -1).sum(-1)

@@ -134,7 +134,7 @@ def test_a_learning_step_takes_what_a_run_gives_it(call, case, monkeypatch, tmp_
         taken.extend(given)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Programs, "step", ends)
+    monkeypatch.setattr(Programs, "effects", ends)
     flags = ("--num_samples=2", "--budgets=0.4", "--batch_size=2", f"--out={tmp_path / 'a.npz'}")
     call("learn", f"--checkpoint={folder}", *flags)
     programs, arguments = learning(describe(folder)).arguments()

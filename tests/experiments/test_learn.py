@@ -11,25 +11,18 @@ import numpy as np
 import pytest
 
 from experiments.evaluation.metrics import image_kl
-from experiments.training import learner
-from experiments.training.learner import LearnerSettings, Programs
+from experiments.training import learner, turning
 from tests import models_under_test as models
 from tests.models import test_gates
 from tests.models.test_gates import PERIOD, TOKENS
 from varjax.calibration import files as calibrations
-from varjax.core.allocator import after_each_store
+from varjax.core import layers
 from varjax.core.planner import plan_cache
 from varjax.models.loading import load
 from varjax.policies import Learned
 
-BUDGETS, STEPS = "0.1,0.3", 40
+BUDGETS, STEPS = "0.1,0.3", 8
 SMALL = ("--num_samples=8", f"--steps={STEPS}", "--batch_size=4", f"--budgets={BUDGETS}")
-
-
-@pytest.fixture(autouse=True)
-def often(monkeypatch):
-    """Saves within a run so short."""
-    monkeypatch.setattr(LearnerSettings, "checkpoint_every", 8)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +96,7 @@ def test_a_killed_run_gives_the_same_file(written, call, folder, tmp_path, monke
 
     def dies(self, state, n):
         steps.append((self.name, n))
-        if len(steps) == STEPS + 15:
+        if len(steps) == STEPS + 4:
             raise KeyboardInterrupt
         return step(self, state, n)
 
@@ -111,11 +104,11 @@ def test_a_killed_run_gives_the_same_file(written, call, folder, tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr(learner.Learner, "step", dies)
         assert call("learn", *arguments)[0] != 0
-    assert not out.exists() and steps[-1] == ("budget-0.3", 14)
+    assert not out.exists() and steps[-1] == ("budget-0.3", 3)
     status, _, err = call("learn", *arguments[:-1], f"--out={out}", "--seed=1")
     assert status == 2 and "seed was 0, now 1" in err
     status, _, err = call("learn", *arguments)
-    assert status == 0 and f"budget-0.3: resuming after step 8 of {STEPS}" in err, err
+    assert status == 0 and f"budget-0.3: resuming after step 3 of {STEPS}" in err, err
     np.testing.assert_array_equal(np.load(path)["seen"], np.load(out)["seen"])
 
 
@@ -200,28 +193,30 @@ def test_the_file_in_the_checkpoint_folder(written, call, folder, tmp_path):
 # --- the mathematics ---
 
 
-def test_expected_tokens_of_certain_last_uses():
-    """They are the tokens that the cache then holds."""
-    geometry = models.fixture_model("b_k6_sharedaln").geometry
-    programs = Programs(models.fixture_model("b_k6_sharedaln").sampling(), geometry, 1, 0)
-    scales, source = geometry.schedule.num_scales, programs.source
-    shape = (geometry.num_layers, geometry.num_heads, source.size)
-    last = np.maximum(source, np.random.default_rng(0).integers(0, scales, shape))
-    found = programs.expected(1e4 * jax.nn.one_hot(last, scales))
-    each = np.arange(scales)[:, None, None, None]
-    held = ((last >= each) & (source < each)).sum((-1, -2))
-    np.testing.assert_allclose(found, after_each_store(held)[:-1], rtol=1e-5)
+@pytest.mark.parametrize("group", [1, 2])
+def test_the_derivative_by_a_gate_is_the_effect_of_turning_it(group):
+    """Where the loss is linear in what attention gives; all other derivatives are usual."""
+    rng, keys = np.random.default_rng(0), 6
+    q, along = rng.normal(size=(2, 4, 3, 5)), rng.normal(size=(2, 3, 4, 5))
+    k, v = rng.normal(size=(2, 2, 4 // group, keys, 5))
+    arrays = tuple(map(jnp.float32, (q, k, v)))
+    mask, is_open = (rng.random(size) < 0.7 for size in ((2, 1, 3, keys), k.shape[:3]))
+    mask[..., -1] = is_open[..., -1] = True
+    mask = jnp.asarray(mask)
 
+    def loss(logs, q, k, v, attention=turning.attention):
+        q = jnp.pad(q, [(0, 0)] * 3 + [(0, 1)], constant_values=1)
+        return (attention(q, jnp.concatenate([k, logs[..., None]], -1), v, mask) * along).sum()
 
-def test_sampled_gates_follow_their_probabilities():
-    """Cold samples are 0 or 1, and on average P(u >= s)."""
-    model = models.fixture_model("b_k6_sharedaln")
-    geometry = model.geometry
-    programs = Programs(model.sampling(), geometry, 1, 0)
-    shape = (1, 1, programs.source.size, geometry.schedule.num_scales)
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
-    gates = programs.gates(logits, jax.random.key(0), 4000, jnp.float32(1e-3))
-    drawn = np.asarray(gates.of_layer(jax.tree.map(lambda a: a[0], gates.values)))[:, :, 0]
-    assert np.isin(drawn, (0, 1)).mean() > 0.99
-    expected = np.moveaxis(np.asarray(programs.kept(logits))[0, 0], -1, 0)
-    np.testing.assert_allclose(drawn.mean(0), expected, atol=0.05)
+    def logs(is_open):
+        return jnp.log(jnp.where(is_open, 1, turning.SHUT))
+
+    effects, *found = jax.grad(loss, (0, 1, 2, 3))(logs(is_open), *arrays)
+    usual = jax.grad(loss, (1, 2, 3))(logs(is_open), *arrays, layers.dense_attention)
+    for one, other in zip(found, usual, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+    for place in np.ndindex(*is_open[..., :-1].shape):
+        one = np.zeros_like(is_open)
+        one[place] = True
+        opened, shut = (loss(logs(gates), *arrays) for gates in (is_open | one, is_open & ~one))
+        np.testing.assert_allclose(effects[place], opened - shut, atol=1e-4)

@@ -43,7 +43,7 @@ def run(model, sampling, policy="full", tokens=None, **more):
 
 def forced(model, sampling, tokens, table=None):
     """Guided logits with the table bool [K, L, N, tokens] for gates; None: of the full cache."""
-    values = None if table is None else jnp.moveaxis(jnp.asarray(table, jnp.float32), 1, 0)
+    values = None if table is None else jnp.moveaxis(jnp.float32(table), 1, 0)[:, None]
     gates = Gates(values, period=PERIOD)
     with jax.default_matmul_precision("highest"):
         condition = jax.tree.map(jnp.asarray, models.arrays_of(model, NUMBERS))

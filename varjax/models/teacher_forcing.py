@@ -38,32 +38,28 @@ LEAST_GATE = 1e-30  # log 0 has no gradient; a key with this gate adds nothing t
 class Gates:
     """Gates of the attention of all scales; token by token, of all stages.
 
-    values: arrays with a leading axis of layers; each layer has its slice. None: the full cache,
-      which gates of one give, too, bit for bit; token by token but for rounding.
-    of_layer: makes of a slice the gates of its layer, float [B or 1, K, N, tokens], of every image
-      or of all alike: [b, s, n, j] is for scale s and key j, at least for every key that is cached.
-      Its own scale a query sees ungated. Token by token s is a stage, of which 0 is the condition,
-      and j an image token; the condition is seen ungated.
+    values: [l, b, s, n, j] is for scale s and key j, at least for every key that is cached; B may
+      be 1, for all images alike. Its own scale a query sees ungated. Token by token s is a stage,
+      of which 0 is the condition, and j an image token; the condition is seen ungated. None: the
+      full cache, which gates of one give, too, bit for bit; token by token but for rounding.
     attention: (queries, keys [R, N, T, H + 1], values [R, N, T, H], mask) -> [R, T, N, H].
     period: tokens of a stage.
     """
 
-    values: PyTree[Array] = None
-    of_layer: Callable[[PyTree[Array]], Float[Array, "B K N tokens"]] = lambda gates: gates[None]
+    values: Float[Array, "L B K N tokens"] | None = None
     attention: Callable[..., Array] = layers.dense_attention
     period: int = 1
 
     def attended(
         self,
         schedule: Schedule,
-        values: PyTree[Array],
+        gates: Float[Array, "B K N tokens"] | None,
         q: Float[Array, "R N T H"],
         k: Float[Array, "R N T H"],
         v: Float[Array, "R N T H"],
     ) -> Float[Array, "R T N H"]:
-        """The attention of one layer, scale by scale. values: its slice."""
+        """The attention of one layer, scale by scale. gates: its own."""
         q, parts = jnp.concatenate([q, jnp.ones_like(q[..., :1])], axis=-1), []
-        gates = None if values is None else self.of_layer(values)
         for scale, (start, end) in enumerate(zip(schedule.starts, schedule.ends, strict=True)):
             logs = jnp.zeros((*k.shape[:2], end), jnp.float32)
             if gates is not None:
@@ -78,7 +74,7 @@ class Gates:
     def attended_in_stages(
         self,
         condition: int,
-        values: PyTree[Array],
+        gates: Float[Array, "B K N tokens"] | None,
         q: Float[Array, "R Q T H"],
         k: Float[Array, "R N T H"],
         v: Float[Array, "R N T H"],
@@ -86,9 +82,9 @@ class Gates:
     ) -> Float[Array, "R T Q H"]:
         """The attention of one layer where tokens are drawn one by one. condition: its tokens, the
         first ones. mask: of earlier tokens."""
-        if values is None:
+        if gates is None:
             return self.attention(q, k, v, mask)
-        gates, count = self.of_layer(values), q.shape[2] - condition
+        count = q.shape[2] - condition
         stage = 1 + np.arange(count) // self.period
         later, before = np.arange(1, 1 + stage[-1]), ((condition, 0), (0, 0))
         older = jnp.log(jnp.maximum(jnp.moveaxis(gates[:, 1:, :, :count], 1, -1), LEAST_GATE))
