@@ -161,7 +161,7 @@ class LearningStep(Step):
         table = shape(programs.scales, *heads, programs.source.size)
         condition = model.transformer.condition_shapes(size, self.text_tokens)
         if model.draws_tokens:
-            given = shape(size, geometry.schedule.steps, dtype=jnp.int32)
+            given = shape(size, geometry.schedule.num_drawn, dtype=jnp.int32)
         else:
             given = shape(size, geometry.schedule.total_tokens, model.config.code_map[-1])
         full = partial(teacher_forcing.guided, sampling=self.sampling, gates=Gates())
