@@ -16,7 +16,7 @@ from varjax.policies.registry import register
 from varjax.policies.scale_rule import CONTENTS_FOLLOW, ScaleRule
 from varjax.policies.token_rule import ListedRule, StagedPolicy, period_of
 
-LEAST_GAIN = 0.1 / 255  # of a token that was never kept: room that is left over takes it
+LEAST_GAIN = 0.1 / 255  # of a token that is worth nothing: room that is left over takes it
 
 
 def gain_of(table: np.ndarray) -> Float[np.ndarray, "K L N F"]:
@@ -107,24 +107,23 @@ class LearnedTokens(ListedRule):
 @register("learned")
 @dataclass(frozen=True, kw_only=True)
 class Learned(StagedPolicy):
-    """The tokens that a model was found to need: tables learned by gradients through it; varjax's
-    own.
+    """The tokens that a model was found to need: tables learned through it; varjax's own.
 
     Idea: contents that are known beforehand cost nothing while an image is drawn, and the order of
     scales is fixed. So the table itself can be learned, token by token and head by head, on images
     that the full cache has drawn, for the very distance that it is judged by. What attention mass
-    cannot see, gradients do: neighbours stand for each other, so that one of them is enough.
+    cannot see, this does: neighbours stand for each other, so that one of them is enough.
 
-    1. Learning (`python -m experiments.learn`, docs/howto/learn.md): every token of every head has
-       probabilities of its last use, the last scale that sees it. Sampled last uses gate the
-       attention of the model; its logits are to stay those of the full cache, and the expected
-       tokens after every store are to stay within the budget.
-    2. Table: of all last uses that fit the budget, those with the greatest sum of sqrt(P(scale s
-       still sees the token)) over tokens and scales (`varjax.policies.last_uses`).
+    1. Learning (`python -m experiments.learn`, docs/howto/learn.md): for every token of every head
+       and every scale, what the divergence from the full cache's logits would be with the token
+       turned over, kept or dropped, is estimated to second order. What is worth more is exchanged
+       for what is worth less, step by step.
+    2. Table: of all last uses that fit the budget, those with the greatest sum of gains over tokens
+       and scales (`varjax.policies.last_uses`).
 
     On models that draw token by token a stage of P tokens takes the place of a scale. Every head
     holds the condition, the buffer of P tokens, and as many image tokens as are left: after a stage
-    those with the greatest sum of sqrt(P(stage s still sees the token)) over the stages to come.
+    those with the greatest sum of gains over the stages to come.
 
     Needs learned tables: learned.npz in the checkpoint folder, or a file that is named as the
     calibration. It belongs to one model, schedule and guidance.
