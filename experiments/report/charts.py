@@ -5,7 +5,7 @@ On a page, charts take its colours (`page.js`), so that they follow its light an
 
 import json
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import altair as alt
 import numpy as np
@@ -56,16 +56,19 @@ def labels(rows: Sequence[dict]) -> list[str]:
 
 
 def fidelity(
-    rows: Sequence[dict], of: str = "a batch", legend: alt.Legend | None = None
+    rows: Sequence[dict],
+    of: str = "a batch",
+    legend: alt.Legend | None = None,
+    keys: Collection[str] = METRICS.keys(),
 ) -> list[alt.LayerChart]:
     """Return a chart for each metric that has finite values. Its parameter `front` brings a policy
     to the front.
 
     rows: of the table. of: whose bytes they are, "a batch" or "an image". legend: of the lines;
-    None: the page has one.
+    None: the page has one. keys: of the metrics.
     """
     names, found = labels(rows), []
-    for key, metric in METRICS.items():
+    for key in keys:
         points = []
         for row in rows:
             size, value = (float(row.get(name, "nan")) for name in ("allocated_bytes", key))
@@ -74,7 +77,7 @@ def fidelity(
             if np.isfinite(value):
                 points.append({"policy": row["label"], "MiB": size / MEBI, "value": value} | known)
         if points:
-            found.append(_fidelity(metric, points, names, of, legend))
+            found.append(_fidelity(METRICS[key], points, names, of, legend))
     return found
 
 
@@ -107,13 +110,16 @@ def _fidelity(
     )
 
 
+def drawable(label: str) -> str:
+    """Return a label as fonts draw it: without halves of surrogate pairs and control characters."""
+    label = label.encode("utf-8", "backslashreplace").decode()
+    return "".join(c if c.isprintable() else "?" for c in label[:100])
+
+
 def save_fidelity(path: pathlib.Path, rows: Sequence[dict]) -> None:
     """Write the charts of `fidelity` to a PNG file, below each other in two columns; no file
     without values."""
-    # fonts draw neither halves of surrogate pairs nor control characters
-    named = [row["label"].encode("utf-8", "backslashreplace").decode() for row in rows]
-    named = ["".join(c if c.isprintable() else "?" for c in name[:100]) for name in named]
-    rows = [row | {"label": name} for row, name in zip(rows, named, strict=True)]
+    rows = [row | {"label": drawable(row["label"])} for row in rows]
     legend = alt.Legend(title=None, orient="bottom", columns=4, labelLimit=200)
     if found := fidelity(rows, legend=legend):
         page = alt.concat(*(chart.properties(width=400) for chart in found), columns=2)
