@@ -20,7 +20,7 @@ from varjax.storage import npz
 
 COLUMNS = ("policy", "budget", "planned", "allocated", "seconds")  # beside metrics
 USUAL = "policy,budget,allocated"
-WIDTH, HEIGHT, LETTERS = 234, 170, 8  # points: 3.25 inches; letters as of a caption
+WIDTH, HEIGHT, LETTERS = 234, 150, 8  # points, without the legend: 3.25 inches wide
 # the last family is the one that is embedded where the others are missing
 FONT = "Helvetica, Arial, sans-serif"
 CHARACTER = 4.3  # points that a letter takes in the mean, more than it does
@@ -134,20 +134,19 @@ def figure(report: dict, metric: Metric, suffix: str) -> bytes:
     columns = max(1, min(4, int(WIDTH / (CHARACTER * longest + 30))))
     legend = alt.Legend(title=None, orient="bottom", columns=columns, labelLimit=WIDTH - 30)
     (chart,) = charts.fidelity(rows, "an image", legend, (metric.key,))
-    spec = chart.to_dict() | {"width": WIDTH, "height": HEIGHT, "padding": 1, "config": style()}
+    height = HEIGHT + 12 * -(-len(charts.labels(rows)) // columns)
+    spec = chart.to_dict() | {"width": WIDTH, "height": height, "padding": 1, "config": style()}
     spec["autosize"] = {"type": "fit", "contains": "padding"}
     spec.pop("title")  # a caption says it
     unit = f" ({metric.unit})" if metric.unit else ""
     for layer in spec["layer"]:
-        layer["encoding"]["y"]["title"] = f"{metric.title}{unit}"
+        layer["encoding"]["y"]["title"] = f"{metric.name}{unit}"
         layer["mark"] |= SMALL.get(layer["mark"]["type"], {})
-    text = json.dumps(spec)
+    drawn = vl_convert.vegalite_to_svg(json.dumps(spec))
     if suffix == ".pdf":
-        return vl_convert.vegalite_to_pdf(text)
-    drawn = vl_convert.vegalite_to_svg(text)
-    return re.sub(
-        r'width="(\d+)" height="(\d+)"', r'width="\1pt" height="\2pt"', drawn, count=1
-    ).encode()
+        return vl_convert.svg_to_pdf(drawn)
+    sizes = r'width="(\d+)" height="(\d+)"'
+    return re.sub(sizes, r'width="\1pt" height="\2pt"', drawn, count=1).encode()
 
 
 def style() -> dict:
