@@ -20,6 +20,8 @@ LINE_HEIGHT = 12  # pixels of a line of caption
 CAPTION_LINES = 2
 CAPTION_CHARACTERS = 16  # for each pixel of width, so many characters of a text are looked at
 CAPTION_HEIGHT = CAPTION_LINES * LINE_HEIGHT + 2
+MARGIN = 4  # pixels of white after a caption, before that of the next tile
+PAIR_WIDTH = 128  # pixels that pictures of a pair are at least wide
 
 
 def grid(images: UInt8[np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "height width 3"]:
@@ -52,6 +54,23 @@ def save_grid(
     picture = pillow.fromarray(grid(images))
     with new_file(path) as file:
         picture.save(file, format="PNG")
+
+
+def save_pairs(
+    path: str | os.PathLike,
+    above: UInt8[np.ndarray, "N H W 3"],
+    below: UInt8[np.ndarray, "N H W 3"],
+    labels: Sequence[str],
+) -> None:
+    """Writes the grid of pairs of pictures as PNG, each with its label below them. Small pictures
+    are enlarged by a whole factor. Errors are those of `save_grid`."""
+    factor = -(-PAIR_WIDTH // above.shape[2])
+    parts = (images.repeat(factor, 1).repeat(factor, 2) for images in (above, below))
+    above, below = (
+        np.pad(images, ((0, 0), (0, GAP), (0, 2 * MARGIN), (0, 0)), constant_values=255)
+        for images in parts
+    )
+    save_grid(path, np.concatenate([above, below], axis=1), labels)
 
 
 def save_samples_npz(
@@ -89,7 +108,7 @@ def _caption(text: str, width: int) -> UInt8[np.ndarray, "height width 3"]:
     draw = require("PIL.ImageDraw", extra="eval", purpose="writing captions").Draw(strip)
     text = text[: CAPTION_CHARACTERS * width]
     shown = text.encode("latin-1", "replace").decode("latin-1")  # every font of pillow has these
-    for i, line in enumerate(_lines(shown, lambda part: draw.textlength(part) <= width)):
+    for i, line in enumerate(_lines(shown, lambda part: draw.textlength(part) <= width - MARGIN)):
         draw.text((0, i * LINE_HEIGHT), line, fill="black")
     return np.asarray(strip)
 

@@ -28,7 +28,7 @@ from experiments.output import FileFlags
 from experiments.report import paper
 from experiments.sweep import tables
 from varjax.calibration.files import load as load_calibration
-from varjax.core.errors import UserError, choose
+from varjax.core.errors import UserError
 from varjax.generation.memory import show_bytes
 from varjax.storage.atomic import new_file
 from varjax.storage.values import require
@@ -73,19 +73,15 @@ def check() -> pathlib.Path:
     if bool(SWEEP.value) == bool(LEADERBOARD.value):
         raise UserError("give either --sweep=FOLDER or --leaderboard=FOLDER,FOLDER")
     target = OUT.check()
-    kind = target.suffix.lower()
-    if kind not in PAGES + FOR_PAPERS:
-        known = ", ".join((PAGES[0], *FOR_PAPERS))
-        raise UserError(f"--out={target}: choose a name that ends in {known}")
-    if LEADERBOARD.value and kind not in PAGES:
-        raise UserError(f"--out={target}: the leaderboard is HTML, call it {target.stem}.html")
+    kind, kinds = target.suffix.lower(), PAGES if LEADERBOARD.value else (*PAGES, *FOR_PAPERS)
+    if kind not in kinds:
+        raise UserError(f"--out={target}: choose a name that ends in {', '.join(kinds)}")
     for holder, kinds in OF:
-        if holder.present and LEADERBOARD.value:
-            raise UserError(f"--{holder.name} belongs to --sweep: leave it out")
-        if holder.present and kind not in kinds:
-            raise UserError(f"--{holder.name} is for {', '.join(kinds)}: leave it out")
-    for name in COLUMNS.value:
-        choose("column", name, paper.COLUMNS)
+        if holder.present and (LEADERBOARD.value or kind not in kinds):
+            words = f"is for {', '.join(kinds)} of a --sweep: leave it out"
+            raise UserError(f"--{holder.name} {words}")
+    if kind in FIGURES and len(METRICS.value or ()) > 1:
+        raise UserError("a figure shows one metric: write a file for each of --metrics")
     return target
 
 
@@ -123,8 +119,6 @@ def for_paper(kind: str) -> str | bytes:
             at = "" if cell["budget"] is None else f" at {cell['budget']:g}"
             print(f"left out: {cell['label']}{at}: {cell['reason']}", file=sys.stderr)
     if kind in FIGURES:
-        if METRICS.present and len(metrics) > 1:
-            raise UserError("a figure shows one metric: write a file for each of --metrics")
         return paper.figure(report, metrics[0], kind)
     if kind in NUMBERS:
         return paper.per_image(report, folder, metrics)

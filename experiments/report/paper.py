@@ -1,7 +1,7 @@
 """Files of a sweep for a paper: a table in LaTeX or Markdown, a figure, numbers of single images.
 
-A table is a `tabular` of booktabs for `\\input`. A figure is a metric against bytes, as wide as a
-column, in the paper's size of letters; PDF has its fonts embedded as TrueType.
+A figure is a metric against bytes, as wide as a column, with the letters of a caption; PDF has its
+fonts embedded as TrueType.
 """
 
 import csv
@@ -21,101 +21,87 @@ from varjax.storage import npz
 COLUMNS = ("policy", "budget", "planned", "allocated", "seconds")  # beside metrics
 USUAL = "policy,budget,allocated"
 WIDTH, HEIGHT, LETTERS = 234, 150, 8  # points, without the legend: 3.25 inches wide
-# the last family is the one that is embedded where the others are missing
-FONT = "Helvetica, Arial, sans-serif"
-CHARACTER = 4.3  # points that a letter takes in the mean, more than it does
+CHARACTER = 4.3  # points, more than the mean letter takes
 SMALL = {"line": {"strokeWidth": 1}, "point": {"size": 20}, "rule": {"strokeWidth": 0.8}}
 SPECIAL = {c: f"\\{c}" for c in "#$%&_{}"} | {"<": r"\textless{}", ">": r"\textgreater{}"}
 SPECIAL |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 SPECIAL |= {"|": r"\textbar{}", "↑": r"$\uparrow$", "↓": r"$\downarrow$"}
-LONG = ("policy", "arguments", "budget", "image", "metric", "value")  # columns of per_image.csv
 
 
 def chosen(report: dict, names: Sequence[str] | None) -> list[Metric]:
     """Return the metrics that are asked for; None: all that the sweep has. `UserError` for others
     than it has."""
-    rows = tables.rows(report)
-    there = [key for key in METRICS if any(key in row for row in rows[1:])]
+    rows = tables.rows(report)[1:]
+    there = [key for key in METRICS if any(key in row for row in rows)]
     if not there:
         raise UserError("no policy of this sweep could run: there is nothing to show")
-    for name in names or ():
-        choose("metric of this sweep", name, there)
-    return [METRICS[key] for key in dict.fromkeys(names or there)]
+    found = [choose("metric of this sweep", name, there) for name in names or there]
+    return [METRICS[key] for key in dict.fromkeys(found)]
 
 
 def table(report: dict, columns: Sequence[str], metrics: Sequence[Metric]) -> list[list[str]]:
     """Return the header and a line for each row that has run, the full cache first. columns: of
     `COLUMNS`; metrics follow them, with units in the header."""
-    names = ["policy", "budget", "planned", "allocated", *(m.key for m in metrics), "seconds"]
-    units = {m.key: m.shown.partition("} ")[2] for m in metrics}
+    names = [*COLUMNS[:4], *(m.key for m in metrics), COLUMNS[4]]
     heads = dict(zip(names, tables.header(metrics), strict=False))  # the last one is a note
-    for metric in metrics:
-        unit = f" ({units[metric.key]})" if units[metric.key] else ""
-        heads[metric.key] += f"{unit} {'↑' if metric.better == 'higher' else '↓'}"
-    wanted = list(dict.fromkeys([*columns, *units]))
+    units = {m.key: m.shown.partition("} ")[2] for m in metrics}
+    for m in metrics:
+        unit = f" ({units[m.key]})" if units[m.key] else ""
+        heads[m.key] += f"{unit} {'↑' if m.better == 'higher' else '↓'}"
+    wanted = list(dict.fromkeys([*(choose("column", n, COLUMNS) for n in columns), *units]))
     lines = [[heads[name] for name in wanted]]
-    for row in tables.rows(report):
-        if row["status"] == "done":
-            texts = dict(zip(names, tables.cells_as_text(row, metrics), strict=False))
-            texts |= {k: texts[k].replace(f" {u}", "", 1) for k, u in units.items() if u}
-            lines.append([texts[name] for name in wanted])
+    for row in (row for row in tables.rows(report) if row["status"] == "done"):
+        texts = dict(zip(names, tables.cells_as_text(row, metrics), strict=False))
+        texts |= {k: texts[k].replace(f" {u}", "", 1) for k, u in units.items() if u}
+        lines.append([texts[name] for name in wanted])
     return lines
 
 
 def latex_text(text: str) -> str:
-    """Return a text as LaTeX prints it; what it cannot print is a question mark."""
-    return "".join(SPECIAL.get(c, c) if c.isprintable() else "?" for c in text)
+    """Return a text as LaTeX prints it, a question mark for what it cannot; intervals are small."""
+    safe = "".join(SPECIAL.get(c, c) if c.isprintable() else "?" for c in text)
+    return re.sub(r" (\[.*\])$", r" {\\scriptsize \1}", safe)
 
 
 def latex(report: dict, columns: Sequence[str], metrics: Sequence[Metric]) -> str:
-    """Return the table as a `tabular`. Intervals are small, in brackets."""
-    head, full, *rest = (
-        [re.sub(r" (\[.*\])$", r" {\\scriptsize \1}", latex_text(text)) for text in line]
-        for line in table(report, columns, metrics)
-    )
-    said = [tables.outline(report), r"needs \usepackage{booktabs}"]
-    said += [f"{name}: {text}" for name, text in report["definitions"].items()]
-    lines = [f"% {' '.join(text.split())}" for text in said]
-    kinds = ["l" if name == "policy" else "r" for name in dict.fromkeys(columns)]
-    lines.append(rf"\begin{{tabular}}{{{''.join(kinds)}{'r' * (len(head) - len(kinds))}}}")
-    parts = [r"\toprule", head, r"\midrule", full, r"\midrule", *rest, r"\bottomrule"]
-    lines += [part if isinstance(part, str) else rf"{' & '.join(part)} \\" for part in parts]
-    return "\n".join([*lines, r"\end{tabular}"]) + "\n"
+    """Return the table as a `tabular` of booktabs, for \\input."""
+    lines = table(report, columns, metrics)
+    head, full, *rest = (rf"{' & '.join(map(latex_text, line))} \\" for line in lines)
+    notes = [tables.outline(report), r"needs \usepackage{booktabs}"]
+    notes += [f"{name}: {text}" for name, text in report["definitions"].items()]
+    kinds = "".join("l" if name == "policy" else "r" for name in lines[0])
+    made = [*(f"% {' '.join(text.split())}" for text in notes), rf"\begin{{tabular}}{{{kinds}}}"]
+    made += [r"\toprule", head, r"\midrule", full, r"\midrule", *rest, r"\bottomrule"]
+    return "\n".join([*made, r"\end{tabular}", ""])
 
 
 def markdown(report: dict, columns: Sequence[str], metrics: Sequence[Metric]) -> str:
     """Return the table in Markdown."""
-    head, *lines = (
-        [text.replace("|", "\\|") for text in line] for line in table(report, columns, metrics)
-    )
-    return f"{tables.markdown_table(head, lines)}\n"
+    lines = table(report, columns, metrics)
+    head, *rest = ([text.replace("|", "\\|") for text in line] for line in lines)
+    return f"{tables.markdown_table(head, rest)}\n"
 
 
 def per_image(report: dict, folder: pathlib.Path, metrics: Sequence[Metric]) -> str:
-    """Return CSV with a line for each number of each image: `LONG`. PSNR of equal images is inf.
-    folder: of the sweep. `UserError` if its samples.npz lacks these numbers."""
+    """Return CSV with a line for each number of each image. PSNR of equal images is inf. folder: of
+    the sweep. `UserError` if its samples.npz lacks these numbers."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(LONG)
-    writer.writerows(_long(report, folder / "samples.npz", metrics))
+    writer.writerow(("policy", "arguments", "budget", "image", "metric", "value"))
+    writer.writerows(_numbers(report, folder / "samples.npz", metrics))
     return out.getvalue()
 
 
-def _long(report: dict, file: pathlib.Path, metrics: Sequence[Metric]) -> Iterator[tuple]:
+def _numbers(report: dict, file: pathlib.Path, metrics: Sequence[Metric]) -> Iterator[tuple]:
     cells = [cell for cell in report["cells"] if cell["status"] == "done"]
-    names = {f"{cell['samples']}/{metric.key}" for cell in cells for metric in metrics}
-    held, shape = npz.load(file, names), (len(report["settings"]["labels"]),)
-    for cell in cells:
-        arguments = cell["label"].partition(":")[2]
-        for metric in metrics:
-            name = f"{cell['samples']}/{metric.key}"
-            values = held.get(name, np.zeros(0))
-            if values.shape != shape or values.dtype.kind not in "fiu":
-                raise UserError(
-                    f"{file} has no numbers {name} of {shape[0]} images: run the sweep again"
-                )
-            for number, value in enumerate(values.tolist()):
-                yield cell["policy"], arguments, cell["budget"], number, metric.key, f"{value:.9g}"
+    pairs = [(cell, m.key, f"{cell['samples']}/{m.key}") for cell in cells for m in metrics]
+    held, shape = npz.load(file, {name for *_, name in pairs}), (len(report["settings"]["labels"]),)
+    for cell, key, name in pairs:
+        values = held.get(name, np.zeros(0))
+        if values.shape != shape or values.dtype.kind not in "fiu":
+            raise UserError(f"{file} lacks {name} of {shape[0]} images: run the sweep again")
+        asked = cell["policy"], cell["label"].partition(":")[2], cell["budget"]
+        yield from ((*asked, i, key, f"{value:.9g}") for i, value in enumerate(values.tolist()))
 
 
 def figure(report: dict, metric: Metric, suffix: str) -> bytes:
@@ -130,16 +116,16 @@ def figure(report: dict, metric: Metric, suffix: str) -> bytes:
     for row in rows:
         row["allocated_bytes"] /= size
         row["label"] = charts.drawable(row["label"])
-    longest = max(len(row["label"]) for row in rows)
-    columns = max(1, min(4, int(WIDTH / (CHARACTER * longest + 30))))
+    names = charts.labels(rows)
+    columns = max(1, min(4, int(WIDTH / (CHARACTER * max(map(len, names)) + 30))))
     legend = alt.Legend(title=None, orient="bottom", columns=columns, labelLimit=WIDTH - 30)
     (chart,) = charts.fidelity(rows, "an image", legend, (metric.key,))
-    height = HEIGHT + 12 * -(-len(charts.labels(rows)) // columns)
-    spec = chart.to_dict() | {"width": WIDTH, "height": height, "padding": 1, "config": style()}
+    height = HEIGHT + 12 * -(-len(names) // columns)
+    spec = chart.to_dict() | {"width": WIDTH, "height": height, "padding": 1, "config": _style()}
     spec["autosize"] = {"type": "fit", "contains": "padding"}
     spec.pop("title")  # a caption says it
-    unit = f" ({metric.unit})" if metric.unit else ""
     for layer in spec["layer"]:
+        unit = f" ({metric.unit})" if metric.unit else ""
         layer["encoding"]["y"]["title"] = f"{metric.name}{unit}"
         layer["mark"] |= SMALL.get(layer["mark"]["type"], {})
     drawn = vl_convert.vegalite_to_svg(json.dumps(spec))
@@ -149,16 +135,15 @@ def figure(report: dict, metric: Metric, suffix: str) -> bytes:
     return re.sub(sizes, r'width="\1pt" height="\2pt"', drawn, count=1).encode()
 
 
-def style() -> dict:
-    """Return Vega-Lite's settings of a figure: one size of letters, thin lines, the page's colours
-    on white."""
+def _style() -> dict:
+    """Return Vega-Lite's settings: one size of letters, and the page's colours on white. The last
+    family of fonts is the one that is embedded where the others are missing."""
     page = pathlib.Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-    colours = re.findall(r"--s\d: (#\w+)", page)[:7]
     letters = {"labelFontSize": LETTERS, "titleFontSize": LETTERS, "titleFontWeight": "normal"}
     return {
-        "font": FONT,
+        "font": "Helvetica, Arial, sans-serif",
         "axis": letters | {"gridColor": "#e4e4e4", "titlePadding": 4},
         "legend": letters | {"symbolSize": 24, "symbolStrokeWidth": 1, "offset": 6},
-        "range": {"category": colours},
+        "range": {"category": re.findall(r"--s\d: (#\w+)", page)[:7]},
         "view": {"stroke": None},
     }

@@ -108,26 +108,12 @@ def test_places_that_cannot_be_written(call, sweep, monkeypatch, out, message):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (
-            ["--sweep=none", "--out=x.doc"],
-            "--out=x.doc: choose a name that ends in .html, .tex, .md",
-        ),
-        (["--sweep=none", "--out=x"], "--out=x: choose a name that ends in .html"),
-        (
-            ["--leaderboard=none", "--out=x.tex"],
-            "--out=x.tex: the leaderboard is HTML, call it x.html",
-        ),
-        (
-            ["--sweep=none", "--out=x.tex", "--images=3"],
-            "--images is for .html, .htm: leave it out",
-        ),
-        (["--sweep=none", "--metrics=kl"], "--metrics is for .tex, .md, .pdf, .svg, .csv: leave"),
-        (
-            ["--sweep=none", "--out=x.tex", "--columns=kv"],
-            "unknown column 'kv': choose one of policy",
-        ),
-        (["--leaderboard=none", "--images=3"], "--images belongs to --sweep: leave it out"),
-        (["--leaderboard=none", "--calibration=x"], "--calibration belongs to --sweep"),
+        (["--sweep=none", "--out=x.doc"], "--out=x.doc: choose a name that ends in .html, .htm, "),
+        (["--leaderboard=none", "--out=x.tex"], "choose a name that ends in .html, .htm\n"),
+        (["--leaderboard=none", "--images=3"], "--images is for .html, .htm of a --sweep: leave"),
+        (["--sweep=none", "--out=x.tex", "--calibration=x"], "--calibration is for .html, .htm"),
+        (["--sweep=none", "--columns=policy"], "--columns is for .tex, .md of a --sweep: leave"),
+        (["--sweep=none", "--out=x.pdf", "--metrics=kl,psnr"], "a figure shows one metric"),
     ],
 )
 def test_flags_without_effect_are_refused_before_anything_is_read(refused, flags, message):

@@ -6,12 +6,15 @@ import sys
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from experiments import images
 from experiments.evaluation import metrics
 from experiments.run import __main__ as run_module
 from experiments.run import files, results
 from experiments.run.files import Shown
 from tests.experiments.conftest import flags_as_text
+from tests.experiments.html_page import Page
 from varjax import policies
 
 FIELDS = "policy budget policy_args model schedule seed dtype device versions".split()
@@ -30,8 +33,9 @@ def test_results(call, checkpoint, tmp_path):
     status, text, err = call("run", checkpoint, *flags, "--save_arrays", f"--out={out}")
     assert status == 0, err
     assert "allocated KV" in text and "token agreement" in text
-    files = ["arrays.npz", "grid.png", "report.json", "samples.npz"]
-    assert sorted(p.name for p in out.iterdir()) == files
+    files = "arrays.npz compare.html compare.png grid.png report.json samples.npz".split()
+    assert sorted(p.name for p in out.iterdir()) == files == report_of(out)["files"]
+    check_pairs(out)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     report = report_of(out)
     assert all(f in report for f in FIELDS) and all(f in report["kv"] for f in KV)
@@ -49,6 +53,21 @@ def test_results(call, checkpoint, tmp_path):
         assert (arrays["tokens"][1] != arrays["tokens"][2]).any()  # same label, own key
         rounded = np.floor(np.moveaxis(arrays["images"], 1, -1) * 255 + 0.5)
         np.testing.assert_array_equal(samples["arr_0"], rounded)
+
+
+def check_pairs(out):
+    """The page is one sound file with a slider and three pairs, and the picture has the full
+    cache's above the policy's, which are enlarged."""
+    page = Page((out / "compare.html").read_text(encoding="utf-8"))
+    assert not page.unbalanced and not page.open and page.tags.count("input") == 1
+    assert [r[:11] for r in page.resources] == ["data:,", *["data:image/"] * 3]
+    named = [text for text in page.texts if re.fullmatch(r"class \d: (\d+.\d dB|identical)", text)]
+    assert len(named) == 3
+    wide, high = 128 + 2 * images.MARGIN, 2 * (128 + images.GAP) + images.CAPTION_HEIGHT
+    picture = np.asarray(Image.open(out / "compare.png"))
+    assert picture.shape[:2] == (2 * high + images.GAP, 2 * wide + images.GAP)
+    ours = picture[128 + images.GAP :][:128, :128]
+    np.testing.assert_array_equal(ours[::8, ::8], np.load(out / "samples.npz")["arr_0"][0])
 
 
 MINE = """
