@@ -21,7 +21,6 @@ CAPTION_LINES = 2
 CAPTION_CHARACTERS = 16  # for each pixel of width, so many characters of a text are looked at
 CAPTION_HEIGHT = CAPTION_LINES * LINE_HEIGHT + 2
 MARGIN = 4  # pixels of white after a caption, before that of the next tile
-PAIR_WIDTH = 128  # pixels that pictures of a pair are at least wide
 
 
 def grid(images: UInt8[np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "height width 3"]:
@@ -42,6 +41,7 @@ def save_grid(
     path: str | os.PathLike,
     images: UInt8[np.ndarray, "N H W 3"],
     labels: Sequence[str] | None = None,
+    title: str = "",
 ) -> None:
     """Writes the grid of `images` as PNG, each with its label (class name, prompt) below if given.
 
@@ -51,26 +51,11 @@ def save_grid(
     if labels is not None:
         strips = np.stack([_caption(str(text), images.shape[2]) for text in labels])
         images = np.concatenate([images, strips], axis=1)
-    picture = pillow.fromarray(grid(images))
+    made = grid(images)
+    if title:
+        made = np.concatenate([_caption(title, made.shape[1]), made])
     with new_file(path) as file:
-        picture.save(file, format="PNG")
-
-
-def save_pairs(
-    path: str | os.PathLike,
-    above: UInt8[np.ndarray, "N H W 3"],
-    below: UInt8[np.ndarray, "N H W 3"],
-    labels: Sequence[str],
-) -> None:
-    """Writes the grid of pairs of pictures as PNG, each with its label below them. Small pictures
-    are enlarged by a whole factor. Errors are those of `save_grid`."""
-    factor = -(-PAIR_WIDTH // above.shape[2])
-    parts = (images.repeat(factor, 1).repeat(factor, 2) for images in (above, below))
-    above, below = (
-        np.pad(images, ((0, 0), (0, GAP), (0, 2 * MARGIN), (0, 0)), constant_values=255)
-        for images in parts
-    )
-    save_grid(path, np.concatenate([above, below], axis=1), labels)
+        pillow.fromarray(made).save(file, format="PNG")
 
 
 def save_samples_npz(

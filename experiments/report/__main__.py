@@ -14,9 +14,8 @@ every scale; and, from a calibration, attention density (AMS-KV, Figure 4), key 
 Figure 6), the pruning schedule (HeatKV, Figure 4) and the stability of the ranking (HeatKV, Figure
 6). What is missing says which command provides it.
 
-For a paper: a table (.tex with booktabs, or .md), a figure of one metric against bytes, 3.25 inches
-wide with letters of 8 points (.pdf, .svg), and the numbers of every single image, one a line
-(.csv).
+For a paper: a table (.tex with booktabs, .md), a figure of one metric against bytes, 3.25 inches
+wide with letters of 8 points (.pdf, .svg), and the numbers of every single image (.csv).
 """
 
 import pathlib
@@ -78,8 +77,8 @@ def check() -> pathlib.Path:
         raise UserError(f"--out={target}: choose a name that ends in {', '.join(kinds)}")
     for holder, kinds in OF:
         if holder.present and (LEADERBOARD.value or kind not in kinds):
-            words = f"is for {', '.join(kinds)} of a --sweep: leave it out"
-            raise UserError(f"--{holder.name} {words}")
+            of = f"{', '.join(kinds)} of a --sweep"
+            raise UserError(f"--{holder.name} is for {of}: leave it out")
     if kind in FIGURES and len(METRICS.value or ()) > 1:
         raise UserError("a figure shows one metric: write a file for each of --metrics")
     return target
@@ -113,11 +112,10 @@ def for_paper(kind: str) -> str | bytes:
 
     folder = pathlib.Path(SWEEP.value)
     report, _, _ = sweep_files.read_sweep(folder)
+    for cell in (cell for cell in report["cells"] if cell["status"] != "done"):
+        at = "" if cell["budget"] is None else f" at {cell['budget']:g}"
+        print(f"left out: {cell['label']}{at}: {cell['reason']}", file=sys.stderr)
     metrics = paper.chosen(report, METRICS.value)
-    for cell in report["cells"]:
-        if cell["status"] != "done":
-            at = "" if cell["budget"] is None else f" at {cell['budget']:g}"
-            print(f"left out: {cell['label']}{at}: {cell['reason']}", file=sys.stderr)
     if kind in FIGURES:
         return paper.figure(report, metrics[0], kind)
     if kind in NUMBERS:

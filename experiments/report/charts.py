@@ -5,7 +5,7 @@ On a page, charts take its colours (`page.js`), so that they follow its light an
 
 import json
 import pathlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import altair as alt
 import numpy as np
@@ -56,19 +56,16 @@ def labels(rows: Sequence[dict]) -> list[str]:
 
 
 def fidelity(
-    rows: Sequence[dict],
-    of: str = "a batch",
-    legend: alt.Legend | None = None,
-    keys: Collection[str] = METRICS.keys(),
+    rows: Sequence[dict], of: str = "a batch", legend: alt.Legend | None = None
 ) -> list[alt.LayerChart]:
     """Return a chart for each metric that has finite values. Its parameter `front` brings a policy
     to the front.
 
     rows: of the table. of: whose bytes they are, "a batch" or "an image". legend: of the lines;
-    None: the page has one. keys: of the metrics.
+    None: the page has one.
     """
     names, found = labels(rows), []
-    for key in keys:
+    for key, metric in METRICS.items():
         points = []
         for row in rows:
             size, value = (float(row.get(name, "nan")) for name in ("allocated_bytes", key))
@@ -77,7 +74,7 @@ def fidelity(
             if np.isfinite(value):
                 points.append({"policy": row["label"], "MiB": size / MEBI, "value": value} | known)
         if points:
-            found.append(_fidelity(METRICS[key], points, names, of, legend))
+            found.append(_fidelity(metric, points, names, of, legend))
     return found
 
 

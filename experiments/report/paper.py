@@ -6,10 +6,11 @@ fonts embedded as TrueType.
 
 import csv
 import io
+import itertools
 import json
 import pathlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -46,8 +47,8 @@ def table(report: dict, columns: Sequence[str], metrics: Sequence[Metric]) -> li
     heads = dict(zip(names, tables.header(metrics), strict=False))  # the last one is a note
     units = {m.key: m.shown.partition("} ")[2] for m in metrics}
     for m in metrics:
-        unit = f" ({units[m.key]})" if units[m.key] else ""
-        heads[m.key] += f"{unit} {'↑' if m.better == 'higher' else '↓'}"
+        heads[m.key] += f" ({units[m.key]})" * bool(units[m.key])
+        heads[m.key] += " ↑" if m.better == "higher" else " ↓"
     wanted = list(dict.fromkeys([*(choose("column", n, COLUMNS) for n in columns), *units]))
     lines = [[heads[name] for name in wanted]]
     for row in (row for row in tables.rows(report) if row["status"] == "done"):
@@ -85,23 +86,18 @@ def markdown(report: dict, columns: Sequence[str], metrics: Sequence[Metric]) ->
 def per_image(report: dict, folder: pathlib.Path, metrics: Sequence[Metric]) -> str:
     """Return CSV with a line for each number of each image. PSNR of equal images is inf. folder: of
     the sweep. `UserError` if its samples.npz lacks these numbers."""
-    out = io.StringIO()
+    out, file, shape = io.StringIO(), folder / "samples.npz", (len(report["settings"]["labels"]),)
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(("policy", "arguments", "budget", "image", "metric", "value"))
-    writer.writerows(_numbers(report, folder / "samples.npz", metrics))
-    return out.getvalue()
-
-
-def _numbers(report: dict, file: pathlib.Path, metrics: Sequence[Metric]) -> Iterator[tuple]:
     cells = [cell for cell in report["cells"] if cell["status"] == "done"]
-    pairs = [(cell, m.key, f"{cell['samples']}/{m.key}") for cell in cells for m in metrics]
-    held, shape = npz.load(file, {name for *_, name in pairs}), (len(report["settings"]["labels"]),)
-    for cell, key, name in pairs:
-        values = held.get(name, np.zeros(0))
+    held = npz.load(file, {f"{cell['samples']}/{m.key}" for cell in cells for m in metrics})
+    for cell, m in itertools.product(cells, metrics):
+        values = held.get(name := f"{cell['samples']}/{m.key}", np.zeros(0))
         if values.shape != shape or values.dtype.kind not in "fiu":
             raise UserError(f"{file} lacks {name} of {shape[0]} images: run the sweep again")
         asked = cell["policy"], cell["label"].partition(":")[2], cell["budget"]
-        yield from ((*asked, i, key, f"{value:.9g}") for i, value in enumerate(values.tolist()))
+        writer.writerows((*asked, i, m.key, f"{v:.9g}") for i, v in enumerate(values.tolist()))
+    return out.getvalue()
 
 
 def figure(report: dict, metric: Metric, suffix: str) -> bytes:
@@ -111,22 +107,21 @@ def figure(report: dict, metric: Metric, suffix: str) -> bytes:
 
     from experiments.report import charts
 
-    size = report["settings"]["batch_size"]
     rows = [row for row in tables.rows(report)[1:] if row["status"] == "done"]
+    rows = [{k: v for k, v in row.items() if k not in METRICS or k == metric.key} for row in rows]
     for row in rows:
-        row["allocated_bytes"] /= size
+        row["allocated_bytes"] /= report["settings"]["batch_size"]
         row["label"] = charts.drawable(row["label"])
     names = charts.labels(rows)
     columns = max(1, min(4, int(WIDTH / (CHARACTER * max(map(len, names)) + 30))))
     legend = alt.Legend(title=None, orient="bottom", columns=columns, labelLimit=WIDTH - 30)
-    (chart,) = charts.fidelity(rows, "an image", legend, (metric.key,))
+    (chart,) = charts.fidelity(rows, "an image", legend)
     height = HEIGHT + 12 * -(-len(names) // columns)
     spec = chart.to_dict() | {"width": WIDTH, "height": height, "padding": 1, "config": _style()}
     spec["autosize"] = {"type": "fit", "contains": "padding"}
     spec.pop("title")  # a caption says it
     for layer in spec["layer"]:
-        unit = f" ({metric.unit})" if metric.unit else ""
-        layer["encoding"]["y"]["title"] = f"{metric.name}{unit}"
+        layer["encoding"]["y"]["title"] = metric.name + f" ({metric.unit})" * bool(metric.unit)
         layer["mark"] |= SMALL.get(layer["mark"]["type"], {})
     drawn = vl_convert.vegalite_to_svg(json.dumps(spec))
     if suffix == ".pdf":

@@ -27,7 +27,6 @@ from varjax.storage.values import MissingExtra, require
 
 SHUFFLED_FROM, SHUFFLE_SEED = 1000, 2020  # sets of so many pictures are shuffled in samples.npz
 GRID_PIXELS = 2**26  # pixels of all images in grid.png, which leaves out the rest
-
 MOST_PAIRS, PAIRED_PIXELS = 64, 2**23  # with --compare: so many pairs, and pixels of one cache
 
 
