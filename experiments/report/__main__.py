@@ -77,8 +77,7 @@ def check() -> pathlib.Path:
         raise UserError(f"--out={target}: choose a name that ends in {', '.join(kinds)}")
     for holder, kinds in OF:
         if holder.present and (LEADERBOARD.value or kind not in kinds):
-            of = f"{', '.join(kinds)} of a --sweep"
-            raise UserError(f"--{holder.name} is for {of}: leave it out")
+            raise UserError(f"--{holder.name} is for {', '.join(kinds)} of a --sweep: leave it out")
     if kind in FIGURES and len(METRICS.value or ()) > 1:
         raise UserError("a figure shows one metric: write a file for each of --metrics")
     return target

@@ -111,7 +111,6 @@ def test_places_that_cannot_be_written(call, sweep, monkeypatch, out, message):
         (["--sweep=none", "--out=x.doc"], "--out=x.doc: choose a name that ends in .html, .htm, "),
         (["--leaderboard=none", "--out=x.tex"], "choose a name that ends in .html, .htm\n"),
         (["--leaderboard=none", "--images=3"], "--images is for .html, .htm of a --sweep: leave"),
-        (["--sweep=none", "--out=x.tex", "--calibration=x"], "--calibration is for .html, .htm"),
         (["--sweep=none", "--columns=policy"], "--columns is for .tex, .md of a --sweep: leave"),
         (["--sweep=none", "--out=x.pdf", "--metrics=kl,psnr"], "a figure shows one metric"),
     ],
