@@ -52,7 +52,9 @@ IMAGES = FLAGS.integer(
 )
 METRICS = FLAGS.list("metrics", None, "Metrics of a table, figure or CSV; a figure has one.")
 COLUMNS = FLAGS.list(
-    "columns", paper.USUAL, f"Columns of a table before its metrics: {', '.join(paper.COLUMNS)}."
+    "columns",
+    "policy,budget,allocated",
+    "Columns of a table before metrics; also planned, seconds.",
 )
 OUT = FileFlags(FLAGS, "out", "The file to write; its suffix says what.", default="report.html")
 LEADERBOARD = FLAGS.list(
@@ -109,8 +111,7 @@ def for_paper(kind: str) -> str | bytes:
         require(package, extra="eval", purpose=f"{kind} files of a report")
     from experiments.report import sweep_files  # which imports it
 
-    folder = pathlib.Path(SWEEP.value)
-    report, _, _ = sweep_files.read_sweep(folder)
+    report, _, _ = sweep_files.read_sweep(folder := pathlib.Path(SWEEP.value))
     for cell in (cell for cell in report["cells"] if cell["status"] != "done"):
         at = "" if cell["budget"] is None else f" at {cell['budget']:g}"
         print(f"left out: {cell['label']}{at}: {cell['reason']}", file=sys.stderr)

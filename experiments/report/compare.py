@@ -20,7 +20,7 @@ def write(
     """Write compare.png and compare.html. full, ours: the first pictures, uint8 [n, H, W, 3].
     captions: of at least these. report: of the run, with its fidelity."""
     close, kv = report["fidelity"], report["kv"]
-    policy, most = f"{report['policy']}, {100 * report['budget']:g} %", METRICS["psnr"].largest
+    policy, most = f"{report['policy']}, {100 * report['budget']:.3g} %", METRICS["psnr"].largest
     psnr = [f"{v:.1f} dB" if v < most else "identical" for v in close["psnr_per_image"]]
     names = [f"{words}: {v}" for words, v, _ in zip(captions, psnr, ours, strict=False)]
     edges = ((0, 0), *[(0, -(-full.shape[2] // GAP))] * 2, (0, 0))

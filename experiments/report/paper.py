@@ -20,7 +20,6 @@ from varjax.core.errors import UserError, choose
 from varjax.storage import npz
 
 COLUMNS = ("policy", "budget", "planned", "allocated", "seconds")  # beside metrics
-USUAL = "policy,budget,allocated"
 WIDTH, HEIGHT, LETTERS = 234, 150, 8  # points, without the legend: 3.25 inches wide
 CHARACTER = 4.3  # points, more than the mean letter takes
 SMALL = {"line": {"strokeWidth": 1}, "point": {"size": 20}, "rule": {"strokeWidth": 0.8}}
@@ -46,9 +45,8 @@ def table(report: dict, columns: Sequence[str], metrics: Sequence[Metric]) -> li
     names = [*COLUMNS[:4], *(m.key for m in metrics), COLUMNS[4]]
     heads = dict(zip(names, tables.header(metrics), strict=False))  # the last one is a note
     units = {m.key: m.shown.partition("} ")[2] for m in metrics}
-    for m in metrics:
-        heads[m.key] += f" ({units[m.key]})" * bool(units[m.key])
-        heads[m.key] += " ↑" if m.better == "higher" else " ↓"
+    for k, u in units.items():
+        heads[k] += f" ({u})" * bool(u) + (" ↑" if METRICS[k].better == "higher" else " ↓")
     wanted = list(dict.fromkeys([*(choose("column", n, COLUMNS) for n in columns), *units]))
     lines = [[heads[name] for name in wanted]]
     for row in (row for row in tables.rows(report) if row["status"] == "done"):
