@@ -52,9 +52,7 @@ IMAGES = FLAGS.integer(
 )
 METRICS = FLAGS.list("metrics", None, "Metrics of a table, figure or CSV; a figure has one.")
 COLUMNS = FLAGS.list(
-    "columns",
-    "policy,budget,allocated",
-    "Columns of a table before metrics; also planned, seconds.",
+    "columns", "policy,budget,allocated", "A table's further columns; also planned, seconds."
 )
 OUT = FileFlags(FLAGS, "out", "The file to write; its suffix says what.", default="report.html")
 LEADERBOARD = FLAGS.list(

@@ -115,7 +115,7 @@ BAD = [
     (("--policy=table", "--policy_args=path=/nowhere.npz"), "no file"),
     (("--labels=3,10",), "labels 10"),
     (("--labels=-1",), "labels -1"),
-    (("--labels=three",), "class numbers"),
+    (("--labels=three",), "no class is called 'three'"),
     (("--labels=1", "--num_images=2"), "exclude each other"),
     (("--num_images=0",), "choose 1 to"),
     (("--num_images=1000000000000",), "choose 1 to 10000000"),
