@@ -107,13 +107,16 @@ def _fidelity(
     )
 
 
+def drawable(label: str) -> str:
+    """Return a label as fonts draw it: without halves of surrogate pairs and control characters."""
+    label = label.encode("utf-8", "backslashreplace").decode()
+    return "".join(c if c.isprintable() else "?" for c in label[:100])
+
+
 def save_fidelity(path: pathlib.Path, rows: Sequence[dict]) -> None:
     """Write the charts of `fidelity` to a PNG file, below each other in two columns; no file
     without values."""
-    # fonts draw neither halves of surrogate pairs nor control characters
-    named = [row["label"].encode("utf-8", "backslashreplace").decode() for row in rows]
-    named = ["".join(c if c.isprintable() else "?" for c in name[:100]) for name in named]
-    rows = [row | {"label": name} for row, name in zip(rows, named, strict=True)]
+    rows = [row | {"label": drawable(row["label"])} for row in rows]
     legend = alt.Legend(title=None, orient="bottom", columns=4, labelLimit=200)
     if found := fidelity(rows, legend=legend):
         page = alt.concat(*(chart.properties(width=400) for chart in found), columns=2)

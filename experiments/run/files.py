@@ -6,6 +6,7 @@ Batches are read one after the other, so that large sets of pictures need little
 """
 
 import contextlib
+import itertools
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,10 +23,11 @@ from experiments.prompts.layouts import write_images
 from experiments.prompts.sets import Prompt, PromptFormat, PromptSet
 from varjax.storage.atomic import new_folder, write_text
 from varjax.storage.pictures import to_uint8
-from varjax.storage.values import MissingExtra
+from varjax.storage.values import MissingExtra, require
 
 SHUFFLED_FROM, SHUFFLE_SEED = 1000, 2020  # sets of so many pictures are shuffled in samples.npz
 GRID_PIXELS = 2**26  # pixels of all images in grid.png, which leaves out the rest
+MOST_PAIRS, PAIRED_PIXELS = 64, 2**23  # with --compare: so many pairs, and pixels of one cache
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -59,6 +61,8 @@ def write_run(store: BatchStore, shown: Shown, report: dict) -> None:
     """Write all results into the final folder, and name them in the report."""
     with _pixels(store) as pixels, new_folder(store.out, replaces=store.replaces) as out:
         write_pictures(out, shown, pixels)
+        if "full" in store.series:
+            write_compared(out, shown, pixels, store, report)
         if shown.arrays is not None:
             held = metrics.joined(found for _, found in store.batches("main"))
             for name in ("code_map", "images"):  # as documented, channels first
@@ -107,3 +111,21 @@ def write_pictures(out: pathlib.Path, shown: Shown, pixels: np.ndarray) -> None:
             write_images(out, shown.prompts, pixels, shown.each, seed=shown.seed)
     except MissingExtra as error:
         print(f"no picture files are written: {error}", file=sys.stderr, flush=True)
+
+
+def write_compared(
+    out: pathlib.Path, shown: Shown, pixels: np.ndarray, store: BatchStore, report: dict
+) -> None:
+    """Write the first pictures beside those of the full cache. pixels: uint8 [N, H, W, 3]."""
+    count = max(1, min(MOST_PAIRS, PAIRED_PIXELS // pixels[0, :, :, 0].size))
+    first = itertools.takewhile(lambda batch: batch[0][0] < count, store.batches("full"))
+    full = np.concatenate([to_uint8(arrays["images"]) for _, arrays in first])[:count]
+    captions = shown.captions or [f"class {number}" for number in shown.numbers]
+    try:
+        for package in ("PIL.Image", "jinja2"):
+            require(package, extra="eval", purpose="compare.png and compare.html")
+        from experiments.report import compare  # which imports them
+
+        compare.write(out, full, pixels[:count], captions, report)
+    except MissingExtra as error:
+        print(f"no pairs are written: {error}", file=sys.stderr, flush=True)

@@ -79,7 +79,8 @@ def test_killed_resumed_and_merged_is_one_run(call, checkpoint, tmp_path, monkey
     assert call("run", *flags, f"--out={whole}")[0] == 0
     for name in ("samples.npz", "arrays.npz"):
         assert arrays(out / name) == arrays(whole / name)
-    assert (out / "grid.png").read_bytes() == (whole / "grid.png").read_bytes()
+    for name in ("grid.png", "compare.png"):
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
     ours, theirs = report(out), report(whole)
     assert ours.keys() == theirs.keys() and ours["resumed"] and len(ours["time"]["runs"]) == 2
     assert {n: ours[n] for n in ours if n not in TIMES} == {

@@ -61,7 +61,7 @@ def plan(
 
 def generate(
     model: Model,
-    labels: Sequence[int] | None = None,
+    labels: Sequence[int | str] | None = None,
     policy: str | Policy = "full",
     budget: float | None = None,
     *,
@@ -83,7 +83,7 @@ def generate(
 
     Args:
       model: from `load`.
-      labels: class numbers, for class-conditional models.
+      labels: class numbers or names, for class-conditional models.
       prompts: texts, for text-conditional models whose checkpoint holds the text encoder, which is
         loaded, used and freed before anything is compiled for the model, or the tokenizer.
       text_features: what the text encoder makes of prompts, computed beforehand (`varjax.text`).

@@ -142,7 +142,7 @@ class Generator:
 
     def __call__(
         self,
-        labels: Sequence[int] | None = None,
+        labels: Sequence[int | str] | None = None,
         *,
         prompts: Sequence[str] | None = None,
         text_features: TextFeatures | None = None,
