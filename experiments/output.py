@@ -42,7 +42,7 @@ REPORTS = {
 WRITTEN = {
     "report.json": {
         *("report.json", "grid.png", "samples.npz", "arrays.npz", MANIFEST),
-        *("edit.png", "reconstruction.png"),
+        *("edit.png", "reconstruction.png", "kept.npz", "kept.png"),
     },
     "sweep.json": set(
         "sweep.json sweep.csv sweep.md samples.npz fidelity.png calibration.json".split()
