@@ -44,9 +44,10 @@ WRITTEN = {
         *("report.json", "grid.png", "samples.npz", "arrays.npz", MANIFEST),
         *("edit.png", "reconstruction.png", "kept.npz", "kept.png"),
     },
-    "sweep.json": set(
-        "sweep.json sweep.csv sweep.md samples.npz fidelity.png calibration.json".split()
-    ),
+    "sweep.json": {
+        *("sweep.json", "sweep.csv", "sweep.md", "samples.npz", "calibration.json"),
+        *("fidelity.png", "arguments.png"),
+    },
     "metrics.json": {"metrics.json", "per_image.npz"},
 }
 
