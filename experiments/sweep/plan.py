@@ -132,7 +132,8 @@ def parse_entries(text: str, budgets: int = 1, confirmed: bool = False) -> list[
 def _parse_entry(part: str, text: str) -> tuple[str, dict[str, list[str]]]:
     """Return a policy's name and the values of its arguments."""
     name, colon, arguments = (piece.strip() for piece in part.partition(":"))
-    if not re.fullmatch(r"\w+", name) or (colon and not arguments):
+    pieces = _NEXT_ARGUMENT.split(arguments) if arguments else []
+    if not re.fullmatch(r"\w+", name) or (colon and not all(pieces or [""])):
         raise UserError(
             f"cannot read {part!r} of --policies={text!r:.200}: write all, or policies separated "
             f"by commas, each with arguments if you like: streaming:sinks=3+block_size=8"
@@ -141,7 +142,7 @@ def _parse_entry(part: str, text: str) -> tuple[str, dict[str, list[str]]]:
     if name == ALL and arguments:
         raise UserError("--policies=all:... takes no arguments: name the policy they belong to")
     pairs: dict[str, list[str]] = {}
-    for argument in _NEXT_ARGUMENT.split(arguments) if arguments else []:
+    for argument in pieces:
         key, value = next(iter(parse_pairs(argument).items()))
         if key == "budget":
             raise UserError(f"{part!r}: budgets are given once for all policies, with --budgets")

@@ -216,6 +216,7 @@ def test_grids(call):
     for wrong, words in (
         (f"{text}:ratio={many}", "fewer values"),
         ("headkv:window=2||4", "empty value"),
+        ("headkv::window=2", "cannot read 'headkv::window=2'"),
         ("headkv:window=2|2", "twice"),
     ):
         with pytest.raises(UserError, match=words):

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float, PyTree, UInt8
 
 from varjax.conditions import Condition
+from varjax.core import arguments
 from varjax.core.errors import UserError
 from varjax.core.plan import CachePlan
 from varjax.core.scale_plan import ScalePlan
@@ -172,9 +173,9 @@ def kept_picture(
     Raises:
       UserError: arrays of other shapes, or a layer that there is not.
     """
-    g, count = plan.geometry, len(plan.capacity)
+    g = arguments.instance("plan", plan, CachePlan, "the plan of a generator").geometry
     tokens = sum(h * w for h, w in layout(plan)["maps"])
-    sizes = count, g.num_layers, g.num_heads, tokens
+    sizes = len(plan.capacity), g.num_layers, g.num_heads, tokens
     if np.shape(keep) != sizes:
         raise UserError(f"keep has shape {np.shape(keep)}: give that of one image, {sizes}")
     image = np.asarray(image)
