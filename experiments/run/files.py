@@ -21,8 +21,9 @@ from experiments.json_text import json_text
 from experiments.output import BatchStore
 from experiments.prompts.layouts import write_images
 from experiments.prompts.sets import Prompt, PromptFormat, PromptSet
+from varjax.generation import kept
 from varjax.storage.atomic import new_folder, write_text
-from varjax.storage.pictures import to_uint8
+from varjax.storage.pictures import save_png, to_uint8
 from varjax.storage.values import MissingExtra, require
 
 SHUFFLED_FROM, SHUFFLE_SEED = 1000, 2020  # sets of so many pictures are shuffled in samples.npz
@@ -37,6 +38,7 @@ class Shown:
     numbers: int32 [N], labels or numbers of prompts. captions: of images in grid.png.
     prompts: that the images are of, `each` images of each; None: they are of classes.
     arrays: names of those in arrays.npz; None: the file is not wanted.
+    kept: layout of what heads kept (`varjax.generation.kept`); None: it is not wanted.
     """
 
     numbers: np.ndarray
@@ -45,6 +47,7 @@ class Shown:
     each: int
     seed: int
     arrays: Sequence[str] | None
+    kept: dict | None = None
 
     @classmethod
     def from_json(cls, content: dict) -> "Shown":
@@ -63,8 +66,12 @@ def write_run(store: BatchStore, shown: Shown, report: dict) -> None:
         write_pictures(out, shown, pixels)
         if "full" in store.series:
             write_compared(out, shown, pixels, store, report)
-        if shown.arrays is not None:
+        held = {}
+        if shown.arrays is not None or shown.kept is not None:
             held = metrics.joined(found for _, found in store.batches("main"))
+        if shown.kept is not None:
+            write_kept(out, held.pop("keep"), shown.kept, np.asarray(pixels[0]))
+        if shown.arrays is not None:
             for name in ("code_map", "images"):  # as documented, channels first
                 held[name] = np.moveaxis(held[name], -1, 1)
             np.savez(out / "arrays.npz", **{name: held[name] for name in shown.arrays})
@@ -72,6 +79,13 @@ def write_run(store: BatchStore, shown: Shown, report: dict) -> None:
         report["files"] = sorted({*made, "report.json"})
         write_text(out / "report.json", json_text(report))
     store.close()
+
+
+def write_kept(out: pathlib.Path, keep: np.ndarray, layout: dict, image: np.ndarray) -> None:
+    """Write kept.npz, and kept.png of the first image. keep: bool [N, K, layers, heads, L]."""
+    np.savez_compressed(out / "kept.npz", keep=keep, drawn=np.array(layout["drawn"]))
+    with contextlib.suppress(MissingExtra):
+        save_png(out / "kept.png", kept.picture(keep[0], image, **layout))
 
 
 @contextlib.contextmanager

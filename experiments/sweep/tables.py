@@ -277,7 +277,8 @@ def write_tables(
                 require(package, extra="eval", purpose="plotting")
             from experiments.report import charts  # which imports them
 
-            charts.save_fidelity(folder / "fidelity.png", rows(report)[1:])
+            charts.save(folder / "fidelity.png", rows(report)[1:], charts.fidelity)
+            charts.save(folder / "arguments.png", rows(report)[1:], charts.over_arguments)
         except MissingExtra as error:
             print(f"fidelity.png is not written: {error}", file=sys.stderr)
         files = sorted({path.name for path in folder.iterdir()} | {"sweep.json"})

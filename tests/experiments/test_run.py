@@ -30,11 +30,12 @@ def test_results(call, checkpoint, tmp_path):
     """Pictures, arrays and every promised field; numbers agree with each other."""
     out = tmp_path / "out"
     flags = "--policy=headkv --budget=0.5 --labels=3,7,7 --batch_size=2 --compare".split()
-    status, text, err = call("run", checkpoint, *flags, "--save_arrays", f"--out={out}")
+    flags += ("--save_arrays", "--save_kept")
+    status, text, err = call("run", checkpoint, *flags, f"--out={out}")
     assert status == 0, err
     assert "allocated KV" in text and "token agreement" in text
-    files = "arrays.npz compare.html compare.png grid.png report.json samples.npz".split()
-    assert sorted(p.name for p in out.iterdir()) == files == report_of(out)["files"]
+    files = "arrays.npz compare.html compare.png grid.png kept.npz kept.png report.json samples.npz"
+    assert sorted(p.name for p in out.iterdir()) == files.split() == report_of(out)["files"]
     check_pairs(out)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     report = report_of(out)
@@ -53,6 +54,19 @@ def test_results(call, checkpoint, tmp_path):
         assert (arrays["tokens"][1] != arrays["tokens"][2]).any()  # same label, own key
         rounded = np.floor(np.moveaxis(arrays["images"], 1, -1) * 255 + 0.5)
         np.testing.assert_array_equal(samples["arr_0"], rounded)
+    with np.load(out / "kept.npz") as found:
+        keep, drawn = found["keep"], found["drawn"]
+    assert keep.shape[0] == 3 and keep.shape[-1] == 130 and len(drawn) == keep.shape[1]
+    assert (keep[1] != keep[2]).any() and keep[:, -1].any() and not keep[..., drawn[-1] :].any()
+    assert keep[:, -1].sum((1, 2, 3)).max() <= 0.5 * keep[0, 0, ..., : drawn[-1]].size
+
+
+def test_kept_tokens_that_cannot_be_told(call, checkpoint, tmp_path, monkeypatch):
+    flags = (checkpoint, "--policy=headkv", "--budget=0.5", "--save_kept")
+    monkeypatch.setattr(run_module, "LARGEST_KEPT", 2**15)
+    status, _, err = call("run", *flags, "--num_images=4", f"--out={tmp_path}/o")
+    assert status == 2 and "4 images take" in err and "draw fewer" in err
+    assert not any(tmp_path.iterdir())
 
 
 def check_pairs(out):
