@@ -53,9 +53,9 @@ class Linear(nnx.Linear):
     """A linear layer whose kernel may be a `Matrix`."""
 
     def __call__(
-        self, x: Float[Array, "... D_in"], activation: Activation | None = None
+        self, x: Float[Array, "... D_in"] | PyTree[Array], activation: Activation | None = None
     ) -> Float[Array, "... D_out"]:
-        """activation: applied to `x` first."""
+        """x: or rows in a form that the `Matrix` takes. activation: applied to `x` first."""
         if not is_matrix(self.kernel.get_value()):
             return super().__call__(activation(x) if activation else x)
         product = self.product(x, activation=activation)
@@ -63,7 +63,7 @@ class Linear(nnx.Linear):
 
     def product(
         self,
-        x: Float[Array, "... D_in"],
+        x: Float[Array, "... D_in"] | PyTree[Array],
         dtype=None,
         axis: str | None = None,
         activation: Activation | None = None,
