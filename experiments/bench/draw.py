@@ -187,7 +187,7 @@ def clocks() -> Iterator[dict[str, dict[str, float]]]:
             watching.terminate()
             watching.wait()
             file.seek(0)
-            rows = [line.split(",") for line in file]
+            rows = [line.split(",") for line in file if line.endswith("\n")]  # the last may be cut
     with contextlib.suppress(ValueError):  # what a card does not tell is a word
         for name, values in zip(CLOCKS, zip(*rows, strict=True), strict=True):
             numbers = list(map(float, values))
