@@ -160,7 +160,9 @@ def phases() -> Iterator[dict[str, float]]:
     found, seconds = {}, Counter()
 
     def heard(event: str, duration: float, **_) -> None:
-        seconds[event.rpartition("/")[2].removesuffix("_duration")] += duration
+        name = event.rpartition("/")[2]
+        if name.endswith("_duration"):  # others are of the compilation cache
+            seconds[name.removesuffix("_duration")] += duration
 
     jax.monitoring.register_event_duration_secs_listener(heard)
     try:
