@@ -2,8 +2,10 @@
 it hands out. Texts are the docstrings."""
 
 import ast
+import re
 from pathlib import Path
 
+import griffe
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
@@ -24,9 +26,21 @@ def public(package: str) -> list[str]:
     return [alias.name for node in imports for alias in node.names]
 
 
+class Lists(griffe.Extension):
+    """Lines `name: text` of docstrings as items of a list."""
+
+    def on_object(self, *, obj: griffe.Object, **_) -> None:
+        if obj.docstring:
+            items = re.compile(r"^([a-z_]\w*(?:, \w+)*): ", re.MULTILINE)
+            obj.docstring.value = items.sub(r"- `\1`: ", obj.docstring.value)
+
+
 def on_files(files: Files, config) -> Files:
     for package in PACKAGES:
+        title = package.removeprefix("pallas_kernels.").removesuffix(".api")
+        folder = "kernels/" if package.endswith(".api") else ""
+        page = f"api/{folder}{'index' if package == 'varjax' else title}.md"
         names = [f"{package}.{name}" for name in public(package)]
         text = "\n".join(f"::: {name}" for name in names if name not in OTHERS)
-        files.append(File.generated(config, f"api/{package}.md", content=f"# {package}\n\n{text}"))
+        files.append(File.generated(config, page, content=f"# {title}\n\n{text}"))
     return files
