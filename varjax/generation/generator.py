@@ -200,7 +200,7 @@ class Generator:
             with hosts.answering():
                 results = jax.tree.map(np.asarray, hosts.gathered(found))
             del found
-            yield batch.index, results
+            yield batch.index, results  # pyright: ignore[reportReturnType]
 
     def draw(self, condition: Condition, index: np.ndarray, **options) -> dict[str, np.ndarray]:
         """The results of at most a batch of images, by their numbers, on the host. options: as of
