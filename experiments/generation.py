@@ -71,16 +71,20 @@ class ProgramOptions:
             layers=layers or self.build.layers,
         )
 
+    def has_kernel(self, plan: CachePlan, best: str) -> bool:
+        """Whether attention runs in a kernel where `best` is the first implementation."""
+        name = self.build.attention or best
+        if self.build.attention is None and name == "tpu":
+            from pallas_kernels.shared.tpu_operands import BLOCK_SIZES  # JAX may lack this backend
+
+            return plan.block_size >= min(BLOCK_SIZES)
+        return name in implementations.PLATFORMS
+
     def predict_here(
         self, model: Model, plan: CachePlan, batch_size: int, condition: Condition
     ) -> memory.Prediction:
         """Predict the bytes of one device of this machine, for images of a condition."""
-        name = self.build.attention or implementations.preferred()
-        kernels = name in implementations.PLATFORMS
-        if self.build.attention is None and name == "tpu":
-            from pallas_kernels.shared.tpu_operands import BLOCK_SIZES  # JAX may lack this backend
-
-            kernels = plan.block_size >= min(BLOCK_SIZES)
+        kernels = self.has_kernel(plan, implementations.preferred())
         text = getattr(condition, "padded_length", None)
         return self.predict(model, plan, batch_size, text, kernels)
 
