@@ -6,11 +6,7 @@
 
 Shows tokens held per scale, the size of the pool, and how full the cache is after every layer. The
 lines "papers" count as the published tables of AMS-KV and HeatKV do, which our bytes differ from:
-6 bytes for an element of K and one of V together (float32 keys, 16-bit values), both guidance rows.
-AMS-KV: GB of 1000 MiB; the full cache has the last scale, the compressed one what its sizes allow
-in the end (what the last scale sees, for other policies). HeatKV: MiB, no last scale; the most that
-is live at any time, what the budget allows, and the nearest row of its table. A published model
-needs no --calibration here: layers and heads then count as alike.
+they say how. A published model needs no --calibration here: layers and heads then count as alike.
 --save writes the arrays: `capacity` int (K, layers, heads), tokens held when a scale starts;
 `live_tokens` int (K, layers), tokens in the whole cache of one row right after a layer has stored;
 `pool_tokens`, `num_bytes`, `dense_bytes`; for policies whose contents are known beforehand
@@ -35,7 +31,8 @@ the scales and 2**25 heads times tokens: then any plan takes seconds and about a
 """
 
 import json
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache, partial, singledispatch
 from pathlib import Path
@@ -43,7 +40,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import placement
+from experiments import placement, speed
 from experiments.budgets import Sizing
 from experiments.cli import command_line
 from experiments.cli.flags import CommandFlags, about
@@ -52,18 +49,18 @@ from experiments.flags.policy import PolicyFlags, plan_remarks
 from experiments.flags.program import ProgramFlags
 from experiments.geometry import read_geometry
 from experiments.output import FileFlags
-from experiments.placement import Case, Place
+from experiments.recipes import figures
 from pallas_kernels import chips
 from pallas_kernels.chips import Chip
 from varjax.core.errors import UserError
 from varjax.core.plan import CachePlan
 from varjax.core.scale_plan import ScalePlan
 from varjax.core.stages import TokenPlan
-from varjax.generation import memory
+from varjax.generation import api, memory
 from varjax.generation.memory import Prediction, show_bytes
 from varjax.generation.mesh import LARGEST_MESH, MeshSpec
 from varjax.models.model import Model
-from varjax.policies import get_policy
+from varjax.policies import Policy
 from varjax.storage.atomic import new_file
 
 # A printed total of a model that draws token by token is keys and values, weights, and what
@@ -72,12 +69,8 @@ PUBLISHED = Path(__file__).with_name("published.json")
 BYTES_PER_PAIR = 6  # an element of K in float32 and one of V in 16 bits
 MIB, GIB = 2**20, 2**30
 COMPRESSED = "streaming"  # with --fit: serves all models, and can be divided
-OF_MODELS = ("mesh", "target", "fit", "weights_dtype", "program")
-FOUND = ("budget", "kv_bytes", "batch_size", "mesh", "target", "save")  # not with --fit
-AS_GIVEN = (  # what `run` has to be given, too, to do what --fit found
-    "checkpoint aspect size grid prompt_tokens policy_args calibration learned plugin dtype "
-    "weights_dtype kv_dtype decode_batch decode_dtype attention layers"
-).split()
+FOUND = ("kv_bytes", "batch_size", "mesh", "target", "save")  # not with --fit
+OF_FIT = ("fit", "targets", "model", "program")  # of which the commands that it prints have nothing
 NEAR = 0.01  # largest difference between a budget and a row that it is compared with
 
 FLAGS = CommandFlags(
@@ -168,46 +161,58 @@ def _chip() -> Chip | None:
     if not TARGET.value:
         return None
     with about(TARGET):
-        place = Place.parse(TARGET.value)
-        if place.devices > 1:
+        chip, devices = placement.read_chips(TARGET.value)
+        if devices > 1:
             raise UserError("give a chip alone, --mesh says how many there are")
-    return place.chip
-
-
-def _sizing(
-    need: Callable[..., Prediction], kv_dtype: str, chip: Chip | None, batch_size: int
-) -> Sizing:
-    """Return what bytes of a cache mean on --target, or on this device. need: from a plan."""
-    return Sizing(
-        batch_size=batch_size,
-        kv_dtype=kv_dtype,
-        predict=lambda plan: need(plan).total,
-        available=chip.usable if chip else memory.available_bytes(),
-        device=chip.name if chip else "this device",
-    )
+    return chip
 
 
 def _fits(model: Model) -> str:
-    """Return what --fit prints."""
+    """Return what --fit prints: a table, and the commands that draw the compressed batches."""
     with about(TARGETS):
-        places = [Place.parse(name) for name in TARGETS.value.split(",")]
+        places = [placement.read_chips(name) for name in TARGETS.value.split(",")]
     FLAGS.values.set_default("policy", COMPRESSED)
-    policy = POLICY.resolve()
-    model = PROGRAM.stored(model, [place.chip for place in places])
-    programs = [PROGRAM.resolve(model, place.chip) for place in places]
-    cases = {}
-    for one in (get_policy("full"), policy):
-        plan_of = cache(lambda groups, one=one: POLICY.plan(one, model, None, groups)[0])
-        plan_of(1)  # a policy that does not serve the model says so
-        cases[one.name] = Case(model, plan_of, MODEL.text_tokens(model))
-    return placement.report(cases, places, programs, _given())
+    policy, text = POLICY.resolve(), MODEL.text_tokens(model)
+    model = PROGRAM.stored(model, [chip for chip, _ in places])
+    plans = {"full": lambda groups: api.plan(model.geometry, mesh=MeshSpec(model=groups))}
+    plans[policy.name] = lambda groups: POLICY.plan(policy, model, None, groups)[0]
+    columns = {}
+    for name, plan_of in ((name, cache(plan_of)) for name, plan_of in plans.items()):
+        # a policy that does not serve the model says so here
+        columns[f"{name} {plan_of(1).budget:g}"] = [
+            placement.largest(model, plan_of, PROGRAM.resolve(model, where[0]), text, where)
+            for where in places
+        ]
+    commands = []
+    lines = [f"{model.name}: images of the largest batch that is predicted to fit", ""]
+    lines += [f"{'':12s}" + "".join(f"{name:26s}" for name in columns).rstrip()]
+    for (chip, devices), *found in zip(places, *columns.values(), strict=True):
+        name = chip.name + f":{devices}" * (devices > 1)
+        cells = [f"{f[0]}{f' ({f[1]})' * (devices > 1)}" if f else "-" for f in found]
+        lines.append(f"{name:12s}" + "".join(f"{cell:26s}" for cell in cells).rstrip())
+        if found[-1]:
+            commands.append(f"{name}: {_command(model, policy, chip, devices, *found[-1])}")
+    return "\n".join([*lines, "", *commands])
 
 
-def _given() -> dict[str, object]:
-    """Return {flag: value} of what is given and `run` takes, too."""
-    names = FLAGS.flag("model"), *map(FLAGS.flag, AS_GIVEN)
-    found = {flag.name: flag.value for flag in names if flag.present}
-    return {"checkpoint": found.pop("model")} | found if "model" in found else found
+def _command(
+    model: Model, policy: Policy, chip: Chip, devices: int, batch: int, mesh: MeshSpec
+) -> str:
+    """Return the command that draws a batch; of several hosts, that of every host."""
+    flags, group = (
+        [flag for values in FLAGS.all_values() for flag in values],
+        FLAGS.groups["program"],
+    )
+    given = {n: FLAGS.flag(n).value for n in flags if FLAGS.flag(n).present and n not in OF_FIT}
+    if name := FLAGS.flag("model").value:
+        given["checkpoint"] = name
+    given |= {"policy": policy.name, "batch_size": batch}
+    given |= {"num_images": batch} if model.num_classes else {"prompts": "FILE.txt"}
+    given |= {"mesh": mesh} if devices > 1 else {}
+    given |= {"distributed": "auto"} if devices > chips.GPUS_PER_HOST else {}
+    written = {name: group.written(name) if name in group.values else f"--{name}" for name in given}
+    flags = shlex.join(f"{written[name]}={value}" for name, value in given.items())
+    return f"{chip.environment}python -m experiments.run {flags}"
 
 
 # --- memory that papers print, beside the bytes of our plans ---
@@ -275,16 +280,17 @@ def _show(value: float, decimals: int) -> str:
 def check_flags() -> None:
     """Raise `UserError` if flags are given that others make meaningless."""
     MODEL.check_alone(GEOMETRY)
-    given = {name for name in (*OF_MODELS, *FOUND) if FLAGS.flag(name).present}
-    if GEOMETRY.value and (names := [name for name in OF_MODELS if name in given]):
-        raise UserError(f"--{names[0]} is of models: a geometry has no weights, leave it out")
+    of_models = "mesh", "target", "fit", "weights_dtype", *FLAGS.groups["program"].values
+    for name in of_models if GEOMETRY.value else ():
+        if FLAGS.flag(name).present:
+            raise UserError(f"--{name} is of models: a geometry has no weights, leave it out")
     if TARGETS.present and not FIT.value:
         raise UserError("--targets belongs to --fit: add it, or take --target=CHIP")
-    if FIT.value and (names := [name for name in FOUND if name in given]):
-        more = ", or say --policy_args=budget=0.1" * (names[0] == "budget")
+    names = ["budget=fit"] * POLICY.is_fitted + [n for n in FOUND if FLAGS.flag(n).present]
+    if FIT.value and names:
         raise UserError(
-            f"--{names[0]} does not go with --fit, which prints the largest batch with the full "
-            f"cache and with the policy's own budget: leave it out{more}"
+            f"--{names[0]} does not go with --fit, which looks for the batch: leave it out; "
+            "--budget=0.1 is how much is kept"
         )
 
 
@@ -308,9 +314,19 @@ def main(argv: list[str]) -> None:
         batch_size = batch_size if PROGRAM.asked.present else mesh.data
         most, where = (chip.most_devices, chip.name) if chip else (LARGEST_MESH, "a mesh")
         PROGRAM.check_mesh(mesh, model, batch_size, most, where)
-        each = {"program": program, "batch_size": batch_size // mesh.data, "chip": chip}
-        need = partial(placement.predict, model, **each, text=MODEL.text_tokens(model))
-        sizing = partial(_sizing, need, kv_dtype, chip, batch_size)
+        text, each = MODEL.text_tokens(model), batch_size // mesh.data
+
+        def need(plan: CachePlan) -> Prediction:
+            return program.predict_on(chip, model, plan, text, each)
+
+        sizing = partial(
+            Sizing,
+            batch_size=batch_size,
+            kv_dtype=kv_dtype,
+            predict=lambda plan: need(plan).total,
+            available=chip.usable if chip else memory.available_bytes(),
+            device=chip.name if chip else "this device",
+        )
     row = geometry.dense_tokens * 2 * geometry.head_dim * jnp.dtype(dtype).itemsize
     needed = batch_size * geometry.rows_per_image * row
     if needed > np.iinfo(np.int64).max // 2:  # blocks may be padded
@@ -326,6 +342,10 @@ def main(argv: list[str]) -> None:
         remarks.insert(0, placement.verdict(need(plan), mesh, chip))
     content = json.loads(PUBLISHED.read_text(encoding="utf-8"))
     remarks += _printed_lines(plan, batch_size, kv_dtype, content)
+    if isinstance(model, Model):
+        if kv_dtype != "int8":  # of which no recipe's row is
+            remarks += figures.lines(model, policy.name, *POLICY.given, plan.budget)
+        remarks += speed.remark(model, plan, program, each, chip)
     print(summary(name, plan, batch_size, kv_dtype, remarks))
     if target:
         found = {"capacity": plan.capacity, "live_tokens": plan.live_tokens}

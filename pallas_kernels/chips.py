@@ -101,12 +101,6 @@ class Chip:
         """Devices of the largest topology that is offered."""
         return self.topologies[-1][0] if self.topologies else 32 * GPUS_PER_HOST
 
-    @property
-    def host_devices(self) -> int:
-        """Devices that one host may have: a v5p host has four chips, TPUs of two devices each, too;
-        all others up to eight."""
-        return 4 if self.name == "tpu-v5p" else GPUS_PER_HOST
-
 
 def _chip(
     name: str,
