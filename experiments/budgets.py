@@ -84,9 +84,11 @@ def of_bytes(
 
 
 def fitting(policy: Policy, plan_of: Callable[[Policy], CachePlan], sizing: Sizing) -> Policy:
-    """Return the policy with the largest budget with which a batch fits the device. `UserError` if
-    none fits, the device does not say what it has, or the policy takes no budget."""
-    _full_bytes(policy, plan_of, sizing)
+    """Return the policy with the largest budget with which a batch fits the device; the full cache
+    has one. `UserError` if none fits, the device does not say what it has, or the policy takes no
+    budget."""
+    if policy.name != "full":
+        _full_bytes(policy, plan_of, sizing)
     if sizing.available is None or sizing.predict is None:
         raise UserError(f"{sizing.device} does not say how much memory it has: give a fraction")
     room = memory.SAFETY * sizing.available
@@ -102,15 +104,20 @@ def fitting(policy: Policy, plan_of: Callable[[Policy], CachePlan], sizing: Sizi
                 high, needed = fraction, total
             else:
                 best, low = sized, fraction
-        if low == 1.0:
+        if low == 1.0 or policy.name == "full":
             break
         fraction = (low + high) / 2
     if best is None:
         have = show_bytes(int(room))
         need = f" needs about {show_bytes(needed)}" if needed else ""
+        small, way_out = " with the smallest", "lower --batch_size"
+        what = f"no budget of {policy.name} fits"
+        if policy.name == "full":
+            what, small = "the full cache does not fit", ""
+            way_out = f"choose a policy that keeps less, or {way_out}"
         raise UserError(
-            f"no budget of {policy.name} fits: a batch of {sizing.batch_size}{need} with the "
-            f"smallest, {sizing.device} has {have}: lower --batch_size"
+            f"{what}: a batch of {sizing.batch_size}{need}{small}, {sizing.device} has {have}: "
+            f"{way_out}"
         )
     return best
 

@@ -15,6 +15,7 @@ import varjax
 from experiments.judges import Judges
 from experiments.prompts import condition as text_condition
 from pallas_kernels import implementations
+from pallas_kernels.chips import Chip
 from varjax import jax_settings
 from varjax.conditions import Condition
 from varjax.core.plan import CachePlan
@@ -71,18 +72,26 @@ class ProgramOptions:
             layers=layers or self.build.layers,
         )
 
-    def predict_here(
-        self, model: Model, plan: CachePlan, batch_size: int, condition: Condition
+    def predict_on(
+        self, chip: Chip | None, model: Model, plan: CachePlan, text: int | None, batch_size: int
     ) -> memory.Prediction:
-        """Predict the bytes of one device of this machine, for images of a condition."""
-        name = self.build.attention or implementations.preferred()
+        """Predict the bytes of one device of a chip. chip: None is this machine."""
+        platform, name = chip and chip.platform, self.build.attention
+        best = implementations.choices(platform, chip.capability)[0] if chip else None
+        name = name or best or implementations.preferred()
         kernels = name in implementations.PLATFORMS
         if self.build.attention is None and name == "tpu":
             from pallas_kernels.shared.tpu_operands import BLOCK_SIZES  # JAX may lack this backend
 
             kernels = plan.block_size >= min(BLOCK_SIZES)
+        return self.predict(model, plan, batch_size, text, kernels, platform=platform)
+
+    def predict_here(
+        self, model: Model, plan: CachePlan, batch_size: int, condition: Condition
+    ) -> memory.Prediction:
+        """Predict the bytes of one device of this machine, for images of a condition."""
         text = getattr(condition, "padded_length", None)
-        return self.predict(model, plan, batch_size, text, kernels)
+        return self.predict_on(None, model, plan, text, batch_size)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

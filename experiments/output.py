@@ -14,6 +14,8 @@ import contextlib
 import os
 import pathlib
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -57,6 +59,22 @@ def say(line: str, quiet: bool = False) -> None:
     """Print a line of progress, in one process."""
     if not quiet and hosts.is_first():
         print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def still_there(what: str, every: float = 10.0) -> Iterator[None]:
+    """Say that `what` goes on and how long it has taken, whenever so many seconds have passed."""
+    ended, start = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not ended.wait(every):
+            say(f"{what}, {time.monotonic() - start:.0f} s so far")
+
+    threading.Thread(target=tell, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def written(folder: pathlib.Path) -> set[str] | None:

@@ -6,16 +6,16 @@
 
 Shows tokens held per scale, the size of the pool, and how full the cache is after every layer. The
 lines "papers" count as the published tables of AMS-KV and HeatKV do, which our bytes differ from:
-6 bytes for an element of K and one of V together (float32 keys, 16-bit values), both guidance rows.
-AMS-KV: GB of 1000 MiB; the full cache has the last scale, the compressed one what its sizes allow
-in the end (what the last scale sees, for other policies). HeatKV: MiB, no last scale; the most that
-is live at any time, what the budget allows, and the nearest row of its table. A published model
-needs no --calibration here: layers and heads then count as alike.
+they say how. A published model needs no --calibration here: layers and heads then count as alike.
 --save writes the arrays: `capacity` int (K, layers, heads), tokens held when a scale starts;
 `live_tokens` int (K, layers), tokens in the whole cache of one row right after a layer has stored;
 `pool_tokens`, `num_bytes`, `dense_bytes`; for policies whose contents are known beforehand
 `keep_scale` bool (K, layers, heads, K), whether a scale sees anything of an earlier one, and
 `keep_count`, of how many of its tokens.
+--target=CHIP says whether a device of it can hold the batch, --mesh=data=2,model=4 what each device
+holds; --fit prints the largest batch on each of --targets=rtx4090,tpu-v5e:8, with the full cache
+and compressed (--policy, or streaming), and the commands that draw them. Memory is predicted, and
+nothing compiled: experiments.aot compiles.
 Models that draw token by token are given as --geometry='layers=36,heads=20,head_dim=64,tokens=576,
 condition=1,line=24': image tokens, slots of the condition (1), tokens of an image line (by default
 the image is a square); queries_per_head=8: so many query heads share each of the heads. Stages take
@@ -31,32 +31,36 @@ the scales and 2**25 heads times tokens: then any plan takes seconds and about a
 """
 
 import json
+import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 from fractions import Fraction
-from functools import partial, singledispatch
+from functools import cache, partial, singledispatch
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import placement, speed
 from experiments.budgets import Sizing
 from experiments.cli import command_line
-from experiments.cli.flags import CommandFlags
+from experiments.cli.flags import CommandFlags, about
 from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
-from experiments.flags.program import batch_size_flag, dtype_flag, kv_dtype_flag
+from experiments.flags.program import ProgramFlags
 from experiments.geometry import read_geometry
 from experiments.output import FileFlags
+from experiments.recipes import figures
 from pallas_kernels import chips
-from varjax.core.allocation import Geometry
+from pallas_kernels.chips import Chip
 from varjax.core.errors import UserError
 from varjax.core.plan import CachePlan
 from varjax.core.scale_plan import ScalePlan
 from varjax.core.stages import TokenPlan
-from varjax.generation import memory
-from varjax.generation.memory import show_bytes
+from varjax.generation import api, memory
+from varjax.generation.memory import Prediction, show_bytes
+from varjax.generation.mesh import LARGEST_MESH, MeshSpec
 from varjax.models.model import Model
+from varjax.policies import Policy
 from varjax.storage.atomic import new_file
 
 # A printed total of a model that draws token by token is keys and values, weights, and what
@@ -64,11 +68,14 @@ from varjax.storage.atomic import new_file
 PUBLISHED = Path(__file__).with_name("published.json")
 BYTES_PER_PAIR = 6  # an element of K in float32 and one of V in 16 bits
 MIB, GIB = 2**20, 2**30
+COMPRESSED = "streaming"  # with --fit: serves all models, and can be divided
+FOUND = ("kv_bytes", "batch_size", "mesh", "target", "save")  # not with --fit
+OF_FIT = ("fit", "targets", "model", "program")  # of which the commands that it prints have nothing
 NEAR = 0.01  # largest difference between a budget and a row that it is compared with
 
 FLAGS = CommandFlags(
     "--model=var-d30 --policy=streaming --budget=0.1 --batch_size=8",
-    "model policy budget kv_bytes batch_size target save",
+    "model policy budget kv_bytes batch_size mesh target fit targets save",
 )
 MODEL = ModelFlags(FLAGS, published="Published name")
 GEOMETRY = FLAGS.string(
@@ -78,12 +85,18 @@ GEOMETRY = FLAGS.string(
     "schedule tokens=576,condition=1,line=24.",
 )
 POLICY = PolicyFlags(FLAGS)
-BATCH_SIZE = batch_size_flag(FLAGS, 1, "Images per batch (two cache rows each with guidance).")
-DTYPE = dtype_flag(FLAGS, "bfloat16", "keys and values, unless --kv_dtype says otherwise")
-KV_DTYPE = kv_dtype_flag(FLAGS)
+PROGRAM = ProgramFlags(FLAGS, mesh=True, elsewhere=True, usual=1)
+FLAGS.heading("Where it fits")
 TARGET = FLAGS.string(
-    "target", None, f"With --budget=fit: a chip, {', '.join(chips.CHIPS)}; default: this device."
+    "target", None, f"A chip, for what a device has to hold: {', '.join(chips.CHIPS)}."
 )
+FIT = FLAGS.boolean(
+    "fit", False, "Print the mesh and the largest batch on each of --targets, full and compressed."
+)
+TARGETS = FLAGS.string(
+    "targets", "rtx4090,l4,a100,h100,tpu-v5e:8", "With --fit: chips, or several devices of one."
+)
+FLAGS.heading("Output")
 SAVE = FileFlags(FLAGS, "save", "Write the plan's arrays to this npz file.")
 
 
@@ -143,24 +156,63 @@ def _(plan: TokenPlan) -> list[str]:
     return lines
 
 
-def _sizing(model: Model | Geometry, batch_size: int, dtype: str, kv_dtype: str) -> Sizing:
-    """Return what bytes of a cache mean on --target, or on this device."""
-    sizing = Sizing(batch_size=batch_size, kv_dtype=kv_dtype)
-    if not isinstance(model, Model):
-        return sizing  # a geometry has no weights, so that nothing can be predicted
-    kernels, platform = None, None
-    if TARGET.value:
-        try:
-            chip = chips.get_chip(TARGET.value)
-        except ValueError as error:
-            raise UserError(f"--target={TARGET.value}: {error}") from None
-        kernels, platform = True, chip.platform
-        sizing = replace(sizing, available=chip.memory, device=chip.name)
-    else:
-        sizing = replace(sizing, available=memory.available_bytes())
-    predict = partial(memory.predict, model, dtype=dtype, kv_dtype=kv_dtype)
-    predict = partial(predict, kernels=kernels, platform=platform)
-    return replace(sizing, predict=lambda plan: predict(plan=plan, batch_size=batch_size).total)
+def _chip() -> Chip | None:
+    """Return --target; None without it."""
+    if not TARGET.value:
+        return None
+    with about(TARGET):
+        chip, devices = placement.read_chips(TARGET.value)
+        if devices > 1:
+            raise UserError("give a chip alone, --mesh says how many there are")
+    return chip
+
+
+def _fits(model: Model) -> str:
+    """Return what --fit prints: a table, and the commands that draw the compressed batches."""
+    with about(TARGETS):
+        places = [placement.read_chips(name) for name in TARGETS.value.split(",")]
+    FLAGS.values.set_default("policy", COMPRESSED)
+    policy, text = POLICY.resolve(), MODEL.text_tokens(model)
+    model = PROGRAM.stored(model, [chip for chip, _ in places])
+    plans = {"full": lambda groups: api.plan(model.geometry, mesh=MeshSpec(model=groups))}
+    plans[policy.name] = lambda groups: POLICY.plan(policy, model, None, groups)[0]
+    columns = {}
+    for name, plan_of in ((name, cache(plan_of)) for name, plan_of in plans.items()):
+        # a policy that does not serve the model says so here
+        columns[f"{name} {plan_of(1).budget:g}"] = [
+            placement.largest(model, plan_of, PROGRAM.resolve(model, where[0]), text, where)
+            for where in places
+        ]
+    commands = []
+    lines = [f"{model.name}: images of the largest batch that is predicted to fit", ""]
+    lines += [f"{'':12s}" + "".join(f"{name:26s}" for name in columns).rstrip()]
+    for (chip, devices), *found in zip(places, *columns.values(), strict=True):
+        name = chip.name + f":{devices}" * (devices > 1)
+        cells = [f"{f[0]}{f' ({f[1]})' * (devices > 1)}" if f else "-" for f in found]
+        lines.append(f"{name:12s}" + "".join(f"{cell:26s}" for cell in cells).rstrip())
+        if found[-1]:
+            commands.append(f"{name}: {_command(model, policy, chip, devices, *found[-1])}")
+    return "\n".join([*lines, "", *commands])
+
+
+def _command(
+    model: Model, policy: Policy, chip: Chip, devices: int, batch: int, mesh: MeshSpec
+) -> str:
+    """Return the command that draws a batch; of several hosts, that of every host."""
+    flags, group = (
+        [flag for values in FLAGS.all_values() for flag in values],
+        FLAGS.groups["program"],
+    )
+    given = {n: FLAGS.flag(n).value for n in flags if FLAGS.flag(n).present and n not in OF_FIT}
+    if name := FLAGS.flag("model").value:
+        given["checkpoint"] = name
+    given |= {"policy": policy.name, "batch_size": batch}
+    given |= {"num_images": batch} if model.num_classes else {"prompts": "FILE.txt"}
+    given |= {"mesh": mesh} if devices > 1 else {}
+    given |= {"distributed": "auto"} if devices > chips.GPUS_PER_HOST else {}
+    written = {name: group.written(name) if name in group.values else f"--{name}" for name in given}
+    flags = shlex.join(f"{written[name]}={value}" for name, value in given.items())
+    return f"{chip.environment}python -m experiments.run {flags}"
 
 
 # --- memory that papers print, beside the bytes of our plans ---
@@ -225,19 +277,56 @@ def _show(value: float, decimals: int) -> str:
     return f"{value:.{decimals}f}" if value >= 1 else f"{value:.3g}"
 
 
+def check_flags() -> None:
+    """Raise `UserError` if flags are given that others make meaningless."""
+    MODEL.check_alone(GEOMETRY)
+    of_models = "mesh", "target", "fit", "weights_dtype", *FLAGS.groups["program"].values
+    for name in of_models if GEOMETRY.value else ():
+        if FLAGS.flag(name).present:
+            raise UserError(f"--{name} is of models: a geometry has no weights, leave it out")
+    if TARGETS.present and not FIT.value:
+        raise UserError("--targets belongs to --fit: add it, or take --target=CHIP")
+    names = ["budget=fit"] * POLICY.is_fitted + [n for n in FOUND if FLAGS.flag(n).present]
+    if FIT.value and names:
+        raise UserError(
+            f"--{names[0]} does not go with --fit, which looks for the batch: leave it out; "
+            "--budget=0.1 is how much is kept"
+        )
+
+
 def main(argv: list[str]) -> None:
     target = SAVE.check()
-    MODEL.check_alone(GEOMETRY)
-    if TARGET.present and not POLICY.is_fitted:
-        raise UserError("--target belongs to --budget=fit: leave it out")
+    check_flags()
+    chip, batch_size, dtype = _chip(), PROGRAM.asked.value, FLAGS.flag("dtype").value
+    kv_dtype, mesh = FLAGS.flag("kv_dtype").value or dtype, MeshSpec()
     if GEOMETRY.value:
         name, model = "geometry", read_geometry(GEOMETRY.value)
-        geometry = model
+        geometry, sizing = model, partial(Sizing, batch_size=batch_size, kv_dtype=kv_dtype)
     else:
         model = MODEL.resolve(weights=False)
-        name, geometry = model.name, model.geometry
-    batch_size, dtype = BATCH_SIZE.value, DTYPE.value
-    kv_dtype = KV_DTYPE.value or dtype
+        if FIT.value:
+            print(_fits(model))
+            return
+        model = PROGRAM.stored(model, [chip] if chip else [])
+        program = PROGRAM.resolve(model, chip)
+        name, geometry, mesh = model.name, model.geometry, program.mesh
+        dtype, kv_dtype = program.dtype, program.kv_dtype
+        batch_size = batch_size if PROGRAM.asked.present else mesh.data
+        most, where = (chip.most_devices, chip.name) if chip else (LARGEST_MESH, "a mesh")
+        PROGRAM.check_mesh(mesh, model, batch_size, most, where)
+        text, each = MODEL.text_tokens(model), batch_size // mesh.data
+
+        def need(plan: CachePlan) -> Prediction:
+            return program.predict_on(chip, model, plan, text, each)
+
+        sizing = partial(
+            Sizing,
+            batch_size=batch_size,
+            kv_dtype=kv_dtype,
+            predict=lambda plan: need(plan).total,
+            available=chip.usable if chip else memory.available_bytes(),
+            device=chip.name if chip else "this device",
+        )
     row = geometry.dense_tokens * 2 * geometry.head_dim * jnp.dtype(dtype).itemsize
     needed = batch_size * geometry.rows_per_image * row
     if needed > np.iinfo(np.int64).max // 2:  # blocks may be padded
@@ -245,12 +334,18 @@ def main(argv: list[str]) -> None:
             f"a batch of {batch_size} needs {show_bytes(needed)}, more than can be counted in 64 "
             f"bits: lower --batch_size or the sizes in --geometry"
         )
-    sizing = partial(_sizing, model, batch_size, dtype, kv_dtype)
-    policy, of_budget = POLICY.sized(POLICY.resolve(), model, None, sizing)
-    plan, calibration = POLICY.plan(policy, model)
+    policy, of_budget = POLICY.sized(POLICY.resolve(), model, None, sizing, mesh.model)
+    plan, calibration = POLICY.plan(policy, model, None, mesh.model)
     remarks = of_budget + plan_remarks(plan, calibration)
+    if chip or mesh.num_devices > 1:
+        PROGRAM.check_plan(plan, mesh)
+        remarks.insert(0, placement.verdict(need(plan), mesh, chip))
     content = json.loads(PUBLISHED.read_text(encoding="utf-8"))
     remarks += _printed_lines(plan, batch_size, kv_dtype, content)
+    if isinstance(model, Model):
+        if kv_dtype != "int8":  # of which no recipe's row is
+            remarks += figures.lines(model, policy.name, *POLICY.given, plan.budget)
+        remarks += speed.remark(model, plan, program, each, chip)
     print(summary(name, plan, batch_size, kv_dtype, remarks))
     if target:
         found = {"capacity": plan.capacity, "live_tokens": plan.live_tokens}

@@ -2,9 +2,9 @@
 
 Peak numbers are dense ones (no sparsity) from the vendors' public data sheets: Google Cloud's pages
 "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e (Trillium)" and "TPU7x (Ironwood)"; NVIDIA's data sheets of
-the A100 80GB SXM, RTX A6000, H100 SXM, H200 SXM, HGX B200, L4 and the Ada architecture white paper
-(fp8 with float32 sums). They are numbers of one JAX device. A TPU v4 or TPU7x chip is two devices,
-each with half of the chip.
+the A100 80GB SXM, RTX A6000, H100 SXM, H200 SXM, HGX B200, L4, and the white papers of the GA102,
+Ada and RTX Blackwell architectures (float16 and fp8 with float32 sums). They are numbers of one JAX
+device. A TPU v4 or TPU7x chip is two devices, each with half of the chip.
 
 Memory is what a program may fill. For a TPU it is the limit that the compiler enforces. For a GPU
 it is what the driver offers. JAX takes three quarters of that unless
@@ -27,6 +27,8 @@ from pallas_kernels import target
 GIB = 2**30
 TERA = 10**12
 GPUS_PER_HOST = 8
+# Of a GPU's memory, for JAX; libraries take some of the rest.
+MEM_FRACTION = 0.95
 CUDA_PLUGIN = ("jax-cuda13-plugin", "jax-cuda13-pjrt")  # of the version of jaxlib
 
 
@@ -85,6 +87,16 @@ class Chip:
         return "{}.{}".format(*self.gpu.capability) if self.gpu else None
 
     @property
+    def usable(self) -> int:
+        """Bytes for JAX: of a GPU `MEM_FRACTION`, which it has to be told (`environment`)."""
+        return int(self.memory * MEM_FRACTION) if self.gpu else self.memory
+
+    @property
+    def environment(self) -> str:
+        """What a command line begins with that may take `usable` bytes."""
+        return f"XLA_PYTHON_CLIENT_MEM_FRACTION={MEM_FRACTION} " if self.gpu else ""
+
+    @property
     def most_devices(self) -> int:
         """Devices of the largest topology that is offered."""
         return self.topologies[-1][0] if self.topologies else 32 * GPUS_PER_HOST
@@ -127,7 +139,10 @@ _HOPPER = partial(Gpu, lanes=128, shared_memory=(233472, 232448), threads=2048)
 _A100 = _AMPERE((8, 0), False, 108, clock=1.41, l2_cache=40)
 _A6000 = _CONSUMER((8, 6), False, 84, clock=1.80, l2_cache=6)
 _L4 = _CONSUMER((8, 9), False, 58, clock=2.04, l2_cache=48)
+_RTX3090 = _CONSUMER((8, 6), False, 82, clock=1.695, l2_cache=6)
+_RTX4080 = _CONSUMER((8, 9), False, 76, clock=2.505, l2_cache=64)
 _RTX4090 = _CONSUMER((8, 9), False, 128, clock=2.52, l2_cache=72)
+_RTX5090 = _CONSUMER((12, 0), True, 170, clock=2.407, l2_cache=96)
 _H100 = _HOPPER((9, 0), True, 132, clock=1.98, l2_cache=50)
 # a Blackwell core has the sizes of a Hopper one
 _B200 = _HOPPER((10, 0), True, 148, clock=1.965, l2_cache=126)
@@ -143,7 +158,10 @@ _CHIPS = (
     _chip("a100", 85_100_068_864, (312, 624, None), 2039, _A100),
     _chip("a6000", 51_000_000_000, (154.8, 309.7, None), 768, _A6000),
     _chip("l4", 23_600_000_000, (121, 242, 242), 300, _L4),
+    _chip("rtx3090", 25_300_000_000, (71, 284, None), 936, _RTX3090),
+    _chip("rtx4080", 16_800_000_000, (97.5, 389.9, 194.9), 716.8, _RTX4080),
     _chip("rtx4090", 25_300_000_000, (165.2, 660.6, 330.3), 1008, _RTX4090),
+    _chip("rtx5090", 33_600_000_000, (209.5, 838, 419), 1792, _RTX5090),
     _chip("h100", 84_900_000_000, (989.4, 1978.9, 1978.9), 3352, _H100),
     _chip("h200", 150_100_000_000, (989.4, 1978.9, 1978.9), 4800, _H100),
     _chip("b200", 191_500_000_000, (2250, 4500, 4500), 7672, _B200),
@@ -177,7 +195,7 @@ def of_kind(kind: str) -> Chip | None:
     if kind.startswith("tpu"):
         kind = _TPU_KINDS.get(kind, kind.replace("tpu ", "tpu-"))
         return CHIPS.get(_ALIASES.get(kind, kind))
-    words = set(re.split("[ -]", kind.replace("rtx 4090", "rtx4090"))) - _OF_CARDS
+    words = set(re.split("[ -]", re.sub(r"rtx (\d)", r"rtx\1", kind))) - _OF_CARDS
     return CHIPS.get(words.pop()) if len(words) == 1 else None
 
 

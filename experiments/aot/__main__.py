@@ -10,9 +10,10 @@ is in it.
 
 The command compiles exactly what `experiments.run` would run there, with the real compiler of the
 chip and without weights. It prints the bytes of parameters, cache and temporaries, the peak,
-whether it fits, whether the cache is updated in place, FLOPs and the least time that they and the
-bytes take (a floor, no prediction), the kernels that are started, and the largest temporaries with
-the operation that makes them; of a mesh also what its devices exchange. With --train it compiles a
+whether the cache is updated in place, FLOPs and the least time that they and the bytes take (a
+floor, no prediction) and how many kernels are started, and ends with the verdict. --verbose adds
+the largest temporaries with the operation that makes them, the kernels, and of a mesh what its
+devices exchange. With --train it compiles a
 step of `experiments.train` in place of the programs that draw, with --learn one of
 `experiments.learn`. It needs `libtpu` for TPUs and JAX's CUDA plugin for GPUs, not the chips; see
 docs/howto/scale.md.
@@ -77,12 +78,17 @@ ACCUMULATE = FLAGS.integer("accumulate", 1, "With --train: parts of a step.", lo
 REMAT = FLAGS.boolean("remat", False, "With --train: compute the layers twice, to store less.")
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "varjax")  # whose versions are said
 # other flags decide how pictures are drawn
-OF_STEPS = set("model plugin checkpoint target mesh batch_size dtype json overwrite".split())
+OF_STEPS = set(
+    "model plugin checkpoint target mesh batch_size dtype verbose json overwrite".split()
+)
 OF_TRAINING = OF_STEPS | {"train", "accumulate", "remat"}
 OF_LEARNING = OF_STEPS | set(
     "learn aspect size grid prompt_tokens cfg tau sampling cfg_insertion_layer cfg_interval".split()
 )
 FLAGS.heading("Output")
+VERBOSE = FLAGS.boolean(
+    "verbose", False, "Also list temporaries, kernels and exchanges of each program."
+)
 JSON = FileFlags(FLAGS, "json", "Also write the results to this file.")
 
 
@@ -139,7 +145,7 @@ def _sizing(wanted: Sequence[Chip], model: Model, program: ProgramOptions) -> Si
         batch_size=batch,
         kv_dtype=program.kv_dtype,
         predict=lambda plan: predict(plan, each, text, True).total,
-        available=wanted[0].memory,
+        available=wanted[0].usable,
         device=wanted[0].name,
     )
 
@@ -205,7 +211,7 @@ def main(argv) -> int:
     else:
         results = [worker.here(wanted[0], work)]
     print(*said, sep="\n", end="\n\n")
-    print(listing.text(results))
+    print(listing.text(results, VERBOSE.value))
     if target:
         found = {d.name: d.version for d in importlib.metadata.distributions()}
         content = {

@@ -32,7 +32,7 @@ from varjax.core.stages import TokenPlan
 from varjax.core.step import DecidingStep, cache_step
 from varjax.fast import schemes
 from varjax.fast.schemes import SCHEMES
-from varjax.generation.cost import device_bytes
+from varjax.generation.cost import device_bytes, tokens_read
 
 OF_WEIGHTS = ("token_project", "token_gate", "token_add")  # kernels of `token_products`
 
@@ -91,9 +91,9 @@ def attention_flops(plan: CachePlan, segments: tuple[Segment, ...]) -> float:
 
 @singledispatch
 def tokens_moved(plan: ScalePlan) -> float:
-    """Tokens of one row that are read from the pool and written to it, at least. Every scale reads
-    what its heads hold when it starts, and writes what is there more afterwards."""
-    read = float(plan.capacity.sum(dtype=np.float64))
+    """Tokens of one row that are read from the pool and written to it, at least. What a scale
+    writes is there more afterwards."""
+    read = float(tokens_read(plan).sum())
     if plan.write_slots is not None:
         return read + float((plan.write_slots >= 0).sum())
     return read + float(np.maximum(np.diff(plan.capacity.astype(np.int64), axis=0), 0).sum())
@@ -101,15 +101,10 @@ def tokens_moved(plan: ScalePlan) -> float:
 
 @tokens_moved.register
 def _(plan: TokenPlan) -> float:
-    """Every image token reads what is held when it is drawn, itself included; the buffer of a stage
-    grows token by token."""
-    sequence, period, slots = plan.sequence, plan.allocation.period, plan.allocation.slots
-    held = plan.allocation.held(plan.geometry)[1:]
-    number = np.arange(sequence.steps)
-    before = held[number // period] + (number % period + 1)[:, None]
-    read = np.minimum(before, slots) + sequence.condition
-    written = (sequence.condition + sequence.steps) * len(slots)
-    return float((read.sum(dtype=np.float64) + written) * plan.geometry.num_heads)
+    """The buffer of a stage grows token by token."""
+    g, sequence = plan.geometry, plan.sequence
+    written = (sequence.condition + sequence.steps) * g.num_layers * g.num_heads
+    return float(tokens_read(plan).sum() + written)
 
 
 def _weights(case: Compilation) -> float:

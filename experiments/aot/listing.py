@@ -9,12 +9,12 @@ TERA = 10**12
 COLLECTIVES = 8  # operations that exchange most, which are listed
 
 
-def text(results: Sequence[Mapping]) -> str:
-    """The results of all targets."""
+def text(results: Sequence[Mapping], verbose: bool) -> str:
+    """The results of all targets, with the verdict at the end. verbose: with what is in the
+    programs."""
     lines = table(results)
     for r in results:
-        if r["status"] != "compiled":
-            lines += ["", f"{r['target']}: {r['error']}"]
+        if r["status"] != "compiled" or not verbose:
             continue
         for name, program in r["programs"].items():
             lines += _of_program(f"{r['target']}, {name}", program)
@@ -22,7 +22,27 @@ def text(results: Sequence[Mapping]) -> str:
             lines += [f"{r['target']}: copy of {name}: {copy}" for copy in copies]
         if r["loops_of_unknown_length"]:
             lines.append(f"{r['target']}: {r['loops_of_unknown_length']} loops were counted once")
-    return "\n".join([*lines, "", "What the rows mean: docs/howto/scale.md"])
+    said = "What the rows mean: docs/howto/scale.md"
+    more = "" if verbose else "; --verbose lists temporaries, kernels and exchanges"
+    return "\n".join([*lines, "", said + more, "", *map(verdict, results)])
+
+
+def verdict(r: Mapping) -> str:
+    """A line: whether it fits, the peak, the floor, and the largest batch if it was looked for."""
+    if r["status"] == "failed":
+        return f"{r['target']}: failed: {r['error']}"
+    memory, batch = show_bytes(r["memory_bytes"]), f"batch {r['batch_size']}"
+    if r["status"] == "refused":
+        return (
+            f"{r['target']}: does not fit: {batch} asks for {show_bytes(r['needed_bytes'])} of "
+            f"{memory} ({r['error']})"
+        )
+    largest = ", the largest batch that fits" if "largest_batch" in r else ""
+    fits = "fits" if r["fits"] else "does not fit"
+    return (
+        f"{r['target']}: {fits}: {batch}{largest}, peak {show_bytes(r['peak_bytes'])} of {memory}, "
+        f"at least {r['floor_s']:.3g} s ({r['floor_bound']})"
+    )
 
 
 def table(results: Sequence[Mapping]) -> list[str]:

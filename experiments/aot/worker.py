@@ -20,7 +20,7 @@ import jax
 from experiments.aot import floor, training
 from experiments.aot.program import Compilation, DoesNotFit, Workload, first_line, num_bytes
 from experiments.aot.training import Step
-from experiments.output import say
+from experiments.output import say, still_there
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
 from varjax.generation import memory
@@ -59,7 +59,8 @@ def here(chip: Chip, work: Callable[[Chip], dict]) -> dict:
     # a program that is found there leaves no dump to read
     jax.config.update("jax_enable_compilation_cache", False)
     try:
-        result = work(chip)
+        with still_there(f"{chip.name}: still compiling"):
+            result = work(chip)
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
         result = {"status": "failed", "error": f"{type(error).__name__}: {first_line(str(error))}"}
     return {"target": chip.name, "platform": chip.platform, **result}

@@ -131,6 +131,12 @@ class PolicyFlags:
         return any(holder.present for holder in holders)
 
     @property
+    def given(self) -> tuple[dict[str, str], float | None]:
+        """(--policy_args, the budget as a number, None if no flag says one)."""
+        sized = self.is_fitted or (self._kv_bytes is not None and self._kv_bytes.value)
+        return parse_pairs(self._arguments.value), None if sized else self._budget.value
+
+    @property
     def is_fitted(self) -> bool:
         """Whether the budget is what fits."""
         return self._budget.value == budgets.FIT

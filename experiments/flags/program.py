@@ -63,7 +63,8 @@ class ProgramFlags:
 
     elsewhere: programs are compiled for chips that are not here. Types then default to what chips
     compute in, and each chip is checked for what it can do.
-    batches: whether the command has a --batch_size, `asked`.
+    batches: whether the command has a --batch_size, `asked`. usual: without it, where the batch is
+      taken as it is.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class ProgramFlags:
         mesh: bool = False,
         elsewhere: bool = False,
         batches: bool = True,
+        usual: int = USUAL_BATCH,
     ):
         flags.heading("How programs are compiled, and their types")
         self._elsewhere, self._mesh = elsewhere, None
@@ -84,10 +86,10 @@ class ProgramFlags:
                 "one axis may be -1: what is left over.",
             )
         if elsewhere:
-            self.asked = batch_size_flag(flags, USUAL_BATCH)
+            self.asked = batch_size_flag(flags, usual)
         elif batches:
-            usual = f"Images per program call; default: {USUAL_BATCH}, or what fits."
-            self.asked = flags.integer("batch_size", None, usual)
+            said = f"Images per program call; default: {USUAL_BATCH}, or what fits."
+            self.asked = flags.integer("batch_size", None, said)
         self._dtype = dtype_flag(flags, "bfloat16" if elsewhere else None, "weights and cache")
         self._weights = flags.enum(
             "weights_dtype",

@@ -17,9 +17,10 @@ SIGTERM ends it after the batch that is drawn, with status 0.
 
 from functools import partial
 
+import jax
 import numpy as np
 
-from experiments import judges, parts, processes
+from experiments import judges, parts, processes, speed
 from experiments.batch_files import Series
 from experiments.cli import command_line
 from experiments.cli.flags import CommandFlags, about
@@ -35,6 +36,7 @@ from experiments.output import BatchStore, FolderFlags, say
 from experiments.parts import PartStore, ShardFlag
 from experiments.recipes.recipe import RecipeFlag
 from experiments.run import results as run_results
+from pallas_kernels import chips
 from varjax.core import errors
 from varjax.core.errors import UserError, some
 from varjax.core.plan import CachePlan
@@ -129,6 +131,8 @@ def resolve() -> Run:
         of_recipe = RECIPE.remarks(recipe.remarks(model, count))
     jobs = SHARD.shard.count if SHARD.shard else 1
     batch_size = PROGRAM.batch_size(program, model, plan, condition, dry_run=dry_run, jobs=jobs)
+    chip, each = chips.of_kind(jax.local_devices()[0].device_kind), batch_size // program.mesh.data
+    of_speed = speed.remark(model, plan, program, each, chip)
     return Run(
         model=model,
         condition=condition,
@@ -144,7 +148,7 @@ def resolve() -> Run:
         given_tokens=given_tokens,
         given_scales=given_scales,
         calibration=None if calibration is None else calibration.digest,
-        remarks=(*of_budget, *plan_remarks(plan, calibration), *of_recipe),
+        remarks=(*of_budget, *plan_remarks(plan, calibration), *of_speed, *of_recipe),
         judges=_judges(model, batch_size),
         resize=RESIZE.value,
         recipe=RECIPE.describe(),
@@ -244,13 +248,11 @@ def generate_series(
     return generator
 
 
-def draw(run: Run, model: Model, store: BatchStore) -> Generator:
-    """Draw all that is missing. `Stopped` if the system asks to end meanwhile."""
+def draw(run: Run, model: Model, store: BatchStore) -> list[Generator]:
+    """Draw all that is missing: the policy, then, to compare with, the full cache. `Stopped` if the
+    system asks to end meanwhile."""
     with processes.Stop() as stop:
-        generator = generate_series(run, model, store, "main", stop)
-        if run.compare:
-            generate_series(run, model, store, "full", stop)
-    return generator
+        return [generate_series(run, model, store, name, stop) for name in store.series]
 
 
 def main(argv: list[str]) -> None:
@@ -276,11 +278,11 @@ def make(run: Run, store: BatchStore) -> None:
         say(f"{run.model.name}: reading the weights")
         model = run.load_model()
     with store.working():
-        generator = draw(run, model, store)
+        generator, *full = draw(run, model, store)
         with processes.together():
             if hosts.is_first():
                 say(f"comparing and writing {store.out}" if run.compare else f"writing {store.out}")
-                report = run_results.finish(run, store, generator)
+                report = run_results.finish(run, store, generator, *full)
                 print(run_results.summary(report, store.out))
 
 
@@ -296,7 +298,7 @@ def make_part(run: Run, store: PartStore) -> None:
     run = run.encoded() if made else run
     model = run.load_model() if made else None
     with store.working():
-        run_results.write_part(run, store, draw(run, model, store) if made else None)
+        run_results.write_part(run, store, draw(run, model, store)[0] if made else None)
     print(f"{said} are in {store.work.path}; experiments.merge {store.out} joins all parts")
 
 

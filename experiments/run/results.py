@@ -72,9 +72,15 @@ def shown(run: Run) -> Shown:
     )
 
 
-def finish(run: Run, store: BatchStore, generator: Generator) -> dict:
-    """Write all results into the final folder and return the report."""
+def finish(
+    run: Run, store: BatchStore, generator: Generator, full: Generator | None = None
+) -> dict:
+    """Write all results into the final folder and return the report. full: drew what is compared
+    with."""
     report = report_of(run, generator, store)
+    # a first batch takes longer than others
+    if full and min(len(full.timing.runs), len(generator.timing.runs)) > 1:
+        report["time"]["full_s_per_image"] = time_report(full)["steady_s_per_image"]
     if run.compare:
         report["fidelity"] = fidelity(compared(run, store), run.judges.describe())
     files.write_run(store, shown(run), report)
@@ -251,6 +257,8 @@ def summary(report: dict, out: pathlib.Path) -> str:
     """Return the lines that are printed at the end of a run."""
     kv, seconds = report["kv"], report["time"]
     steady, read = seconds["steady_s_per_image"], kv["read_fraction"]
+    full = seconds.get("full_s_per_image")
+    beside = "" if full is None else f" (full cache: {full:.3f} s)"
     rows = [
         ("policy", f"{report['policy']}, budget {report['budget']:g}"),
         (
@@ -262,7 +270,7 @@ def summary(report: dict, out: pathlib.Path) -> str:
         ("peak live tokens", f"{kv['peak_live_fraction']:.1%}"),
         *([("read by a query", f"{read:.1%}")] if read is not None else []),
         ("compile", f"{seconds['compile_s']:.1f} s (cache {seconds['compilation_cache']})"),
-        ("time per image", "-" if steady is None else f"{steady:.3f} s"),
+        ("time per image", "-" if steady is None else f"{steady:.3f} s{beside}"),
     ]
     close = report.get("fidelity", {})
     for key, metric in METRICS.items():

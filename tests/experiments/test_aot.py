@@ -1,9 +1,11 @@
 """`experiments.aot`: flags, tables and failures, without compilers; one real compilation of a small
 model for each platform whose compiler is here."""
 
+import inspect
 import json
 import stat
 import sys
+import time
 from functools import partial
 
 import jax
@@ -133,7 +135,7 @@ def test_table(call, compilers, monkeypatch, tmp_path):
     bad = {**COMPILED, "fits": False, "copies": copies, "loops_of_unknown_length": 2}
     results(monkeypatch, h200=COMPILED, a100=bad)
     target = tmp_path / "results.json"
-    status, out, err = call("aot", "--target=h200,a100,h200", f"--json={target}")
+    status, out, err = call("aot", "--target=h200,a100,h200", f"--json={target}", "--verbose")
     assert status == 0, err
     lines = [line.split() for line in out.splitlines()]
     assert ["h200", "a100"] in lines and ["KV", "pool", "1", "GiB", "1", "GiB"] in lines
@@ -150,18 +152,37 @@ def test_table(call, compilers, monkeypatch, tmp_path):
     assert "a100: copy of position: %copy.3" in out
     written = json.loads(target.read_text())
     assert [r["target"] for r in written["results"]] == ["h200", "a100"]
-    assert written["versions"]["jax"] and written["flags"]["policy"] == "full"
+    of = "batch 8, peak 5 GiB of 80 GiB, at least 0.125 s (FLOPs)"
+    assert out.endswith(f"\n\nh200: fits: {of}\na100: does not fit: {of}\n")
+    results(monkeypatch, h200={**COMPILED, "largest_batch": 8})
+    out = call("aot", "--target=h200")[1]
+    assert "fits: batch 8, the largest batch that fits, peak" in out and "attend/sort" not in out
 
 
 def test_refused_and_failed_targets(call, compilers, monkeypatch):
-    refused = {"status": "refused", "needed_bytes": 18 << 30, "error": "Ran out of memory"}
+    sizes = {"batch_size": 8, "needed_bytes": 18 << 30, "memory_bytes": 15 << 30}
+    refused = {"status": "refused", "error": "Ran out of memory", **sizes}
     failed = {"status": "failed", "error": "the compiler's process ended with -6:\n  abort"}
     results(monkeypatch, **{"tpu-v5e": refused, "h200": COMPILED, "a100": failed})
     status, out, err = call("aot", "--target=v5e,h200,a100")
     assert status == 1, err
     assert "NO: asks for 18 GiB" in out and "FAILED" in out
-    assert "tpu-v5e: Ran out of memory" in out and "ended with -6" in out
+    assert "tpu-v5e: does not fit: batch 8 asks for 18 GiB of 15 GiB (Ran out of memory)" in out
+    assert "a100: failed: the compiler's process ended with -6" in out
     assert call("aot", "--target=v5e")[0] == 0  # not to fit is a result
+
+
+def test_progress_while_a_compiler_works(monkeypatch, capsys):
+    """A line every ten seconds; here every hundredth of one. None when it is done."""
+    assert inspect.signature(worker.still_there).parameters["every"].default == 10
+    monkeypatch.setattr(worker, "still_there", partial(worker.still_there, every=0.01))
+
+    def work(chip):
+        while "h200: still compiling, 0 s so far" not in capsys.readouterr().err:
+            time.sleep(0.01)
+        return {"status": "compiled"}
+
+    assert worker.here(chips.get_chip("h200"), work)["status"] == "compiled"
 
 
 def test_a_compiler_that_aborts(monkeypatch, tmp_path, capfd):

@@ -54,9 +54,10 @@ def test_table(call, compilers, monkeypatch, tmp_path):
     step |= {"kernels": 70.0, "kernels_by_operation": {"jvp()/tanh": 70.0}, "kernels_of_ours": {}}
     compiled["programs"] = {"a step": step}
     refused = {"status": "refused", "needed_bytes": 2**34, "error": "too large"}
+    refused |= {"batch_size": 64, "memory_bytes": 2**33}
     found = {"tpu-v5p": compiled, "tpu-v5e": refused}
     monkeypatch.setattr(worker, "apart", lambda target, _: {"target": target, **found[target]})
-    flags = ("--mesh=fsdp=8", "--batch_size=64", f"--json={tmp_path / 'a.json'}")
+    flags = ("--mesh=fsdp=8", "--batch_size=64", f"--json={tmp_path / 'a.json'}", "--verbose")
     status, text, err = call("aot", *TRAIN[:2], "--target=v5p,v5e", *flags)
     assert status == 0, err
     assert text.startswith("var-d36, training step of 64 images, bfloat16, mesh data=1,fsdp=8")
@@ -64,7 +65,7 @@ def test_table(call, compilers, monkeypatch, tmp_path):
     assert rows["fits"] == ["yes", "NO:", "asks", "for", "16", "GiB"] and rows["state"][0] == "1"
     assert rows["temporaries"] == ["1", "GiB"] and rows["floor, seconds"][0] == "0.01"
     assert "2 x      4 KiB,    3.5 KiB sent  all-gather of 8: jvp()/dot_general" in text
-    assert "70 x  jvp()/tanh" in text and "v5e: too large" in text
+    assert "70 x  jvp()/tanh" in text and "of 8 GiB (too large)" in text
     content = json.loads((tmp_path / "a.json").read_text())
     assert content["title"].startswith("var-d36") and len(content["results"]) == 2
 

@@ -71,6 +71,13 @@ def test_what_fits_a_chip(call):
     assert status == 0 and "budget    1 of the full cache" in out
 
 
+def test_whether_the_full_cache_fits(call, refused):
+    flags = ("--model=var-d30", "--policy=full", "--budget=fit", "--target=l4")
+    status, out, err = call("plan", *flags, "--batch_size=8")
+    assert status == 0 and "budget    1 of the full cache" in out and ": fits l4, of" in out, err
+    refused("plan", "the full cache does not fit: a batch of 800 needs", *flags, "--batch_size=800")
+
+
 def test_a_run_takes_what_fits(call, checkpoint, monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda: 40 * 2**20)
     flags = (checkpoint, "--policy=streaming", "--labels=3,7", "--dry_run")

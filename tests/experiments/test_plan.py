@@ -52,8 +52,24 @@ def test_saved_arrays(call, tmp_path):
             (GEOMETRY, "--policy=amskv", "--policy_args=layers=0", "--calibration=file.json"),
             "'amskv' with these arguments uses no calibration: leave out",
         ),
-        (("--model=var-d16", "--target=a100"), "--target belongs to --budget=fit: leave it out"),
-        ((GEOMETRY, "--kv_bytes=1MiB", "--target=a100"), "--target belongs to --budget=fit"),
+        (("--model=var-d16", "--target=a100:8"), "--target=a100:8: give a chip alone, --mesh says"),
+        ((GEOMETRY, "--target=a100"), "--target is of models: a geometry has no weights"),
+        ((GEOMETRY, "--fit"), "--fit is of models"),
+        ((GEOMETRY, "--segments=2"), "--segments is of models"),
+        (("--model=var-d16", "--mesh=model=3"), "choose a divisor of 16"),
+        (("--model=var-d16", "--mesh=data=3", "--batch_size=4"), "a multiple of 3"),
+        (("--model=var-d16", "--mesh=data=300", "--target=v5e"), "tpu-v5e has at most 256"),
+        (("--model=var-d16", "--mesh=model=2", "--policy=headkv"), "use data only"),
+        (("--model=var-d16", "--targets=l4"), "--targets belongs to --fit: add it"),
+        (("--model=var-d16", "--fit", "--targets=l4,"), "unknown chip ''"),
+        (("--model=var-d16", "--fit", "--targets=tpu-v5e:0"), "'0' is no number of devices"),
+        (("--model=var-d16", "--fit", "--targets=h100:x"), "write 1 to 256, as h100:8"),
+        (
+            ("--model=var-d16", "--fit", "--budget=fit"),
+            "--budget=fit does not go with --fit, which",
+        ),
+        (("--model=var-d16", "--fit", "--mesh=data=2"), "--mesh does not go with --fit"),
+        (("--model=var-d16", "--fit", "--policy=linear"), "does not serve models"),
         ((GEOMETRY, "--policy=linear"), "does not serve models that draw scale by scale"),
         ((BY_TOKEN, "--policy=heatkv"), "which heads give up which scales"),
         ((BY_TOKEN, "--policy=headkv", "--policy_args=window=0"), "window=0 must be 1 to 254"),
@@ -104,6 +120,7 @@ def test_run_records_the_calibration(call, tmp_path, monkeypatch):
     assert status == 0, err
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     assert seen[0].describe()["calibration"] == digest
+    assert any(line.startswith("speed     heatkv saves at most") for line in seen[0].remarks)
     assert call("run", *flags)[0] == 0  # the one in the model's folder
     own = describe().directory / "calibration.json"
     assert seen[1].describe()["calibration"] == hashlib.sha256(own.read_bytes()).hexdigest()
@@ -124,6 +141,7 @@ def test_published_amskv_memory(call, model, preset, batch_size, line, pool):
     status, out, err = call("plan", f"--model={model}", *flags)
     assert status == 0, err
     assert f"AMS-KV's count {line}" in out and pool in out
+    assert f"({model}, recipe amskv-table3" in out  # what is known of its quality
 
 
 @pytest.mark.parametrize("policy", ["heatkv", "scalekv", "amskv", "hack"])

@@ -41,6 +41,8 @@ def test_results(call, checkpoint, tmp_path):
     report = report_of(out)
     assert all(f in report for f in FIELDS) and all(f in report["kv"] for f in KV)
     assert all(report["time"][f] > 0 for f in TIME)
+    # two batches of each: the full cache's time is measured, too
+    assert f" s (full cache: {report['time']['full_s_per_image']:.3f} s)" in text
     assert {"psnr", "ssim", "token_agreement"} <= set(report["fidelity"])
     assert report["decode_dtype"] == "float32"  # what auto is on a CPU
     kv = report["kv"]

@@ -78,8 +78,8 @@ def test_every_family_draws(name, scheme, monkeypatch):
 
 # --- chips ----------------------------------------------------------------------------------------
 
-FP8 = {"tpu7x", "l4", "rtx4090", "h100", "h200", "b200"}
-INT8 = {"tpu-v5e", "tpu-v5p", "tpu-v6e", "a100", "a6000", "l4", "rtx4090", "h100", "h200", "b200"}
+FP8 = set("tpu7x l4 rtx4080 rtx4090 rtx5090 h100 h200 b200".split())
+INT8 = FP8 - {"tpu7x"} | set("tpu-v5e tpu-v5p tpu-v6e a100 a6000 rtx3090".split())
 
 
 def test_chips_that_multiply_in_8_bits():

@@ -20,7 +20,7 @@ def test_names():
 def test_numbers_are_of_the_right_order(chip):
     """A misplaced unit is off by a thousand."""
     assert 2**33 < chip.memory < 2**38
-    assert 1e14 < chip.bf16_flops < 1e16
+    assert 5e13 < chip.bf16_flops < 1e16
     for peak in (chip.int8_flops, chip.fp8_flops):
         assert peak is None or 1.9 < peak / chip.bf16_flops < 4.1
     assert 1e11 < chip.bandwidth < 1e13
@@ -66,6 +66,7 @@ def test_chips_of_device_kinds():
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
         ("TPU v5", "tpu-v5p"),
         ("TPU v4", "tpu-v4"),
         ("TPU7x", "tpu7x"),
@@ -75,6 +76,7 @@ def test_chips_of_device_kinds():
         assert chips.of_kind(kind) is chips.get_chip(name)
     others = (
         "TPU v4 lite, NVIDIA L40S, NVIDIA A100-PCIE-40GB, NVIDIA H100 NVL, NVIDIA H200 MIG 1g.18gb"
+        ", NVIDIA GeForce RTX 3090 Ti"
     )
     for kind in ("", "cpu", *others.split(", ")):
         assert chips.of_kind(kind) is None, kind

@@ -156,7 +156,7 @@ def light(monkeypatch):
         monkeypatch.setattr(owner, name, heavy)
     refused = {"status": "refused", "error": HEAVY, "needed_bytes": 2**30}
     monkeypatch.setattr(worker, "apart", lambda *_: dict(refused))
-    monkeypatch.setattr(aot.listing, "text", lambda results: "")
+    monkeypatch.setattr(aot.listing, "text", lambda *given: "")
     monkeypatch.setattr(aot.chips, "why_unavailable", lambda *names: None)
     monkeypatch.setattr("varjax.generation.compilation_cache.use", lambda: None)
     monkeypatch.setattr("jax.config.update", lambda *_: None)

@@ -18,6 +18,7 @@ from jaxtyping import PyTree
 
 from pallas_kernels.jax_versions import AnyJaxpr, open_jaxpr
 from varjax.core.plan import CachePlan
+from varjax.core.scale_plan import ScalePlan
 from varjax.core.scales import ScaleSpec
 from varjax.core.stages import TokenPlan
 from varjax.core.step import DecidingStep
@@ -231,3 +232,20 @@ def token_attention_flops(plan: TokenPlan, spec: TokenSpec) -> dict[str, float]:
         if needs.newest_mass and plan.allocation.group_stage is not None:
             observation += 2 * pair * slots
     return {"attention": attention, "observation": observation, "share": observation / attention}
+
+
+@singledispatch
+def tokens_read(plan: ScalePlan) -> np.ndarray:
+    """Tokens of all heads of one row that every step finds in the cache: every scale what its heads
+    hold when it starts."""
+    return plan.capacity.sum((1, 2), dtype=np.float64)
+
+
+@tokens_read.register
+def _(plan: TokenPlan) -> np.ndarray:
+    """Every image token finds what is held when it is drawn, itself included."""
+    sequence, period, slots = plan.sequence, plan.allocation.period, plan.allocation.slots
+    held, number = plan.allocation.held(plan.geometry)[1:], np.arange(plan.sequence.steps)
+    before = held[number // period] + (number % period + 1)[:, None]
+    read = np.minimum(before, slots) + sequence.condition
+    return read.sum(1, dtype=np.float64) * plan.geometry.num_heads

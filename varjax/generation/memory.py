@@ -57,6 +57,13 @@ class Prediction:
     def total(self) -> int:
         return self.weights + self.kv_pool + self.activations + self.condition
 
+    def __str__(self) -> str:
+        return (
+            f"about {show_bytes(self.total)} (weights {show_bytes(self.weights)}, KV pool "
+            f"{show_bytes(self.kv_pool)}, condition {show_bytes(self.condition)}, activations "
+            f"{show_bytes(self.activations)})"
+        )
+
 
 def predict(
     model: Model,
@@ -248,10 +255,8 @@ def choose_batch_size(
     if size:
         hint = f"the largest batch that fits is {size}"
     raise UserError(
-        f"a batch of {refused} needs about {show_bytes(need.total)} (weights "
-        f"{show_bytes(need.weights)}, KV pool {show_bytes(need.kv_pool)}, condition "
-        f"{show_bytes(need.condition)}, activations {show_bytes(need.activations)}), but "
-        f"{show_bytes(int(SAFETY * available))} are available: {hint}"
+        f"a batch of {refused} needs {need}, but {show_bytes(int(SAFETY * available))} are "
+        f"available: {hint}"
     )
 
 
