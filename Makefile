@@ -50,7 +50,7 @@ test-all: test
 lint: $(for_test)
 	$(bin)/python -m ruff check .
 	$(bin)/python -m ruff format --check .
-	$(bin)/basedpyright
+	$(bin)/basedpyright --pythonpath $(bin)/python
 
 # Pages are copied as they lie, so that links between them hold; those to other places fail.
 docs: $(for_docs)

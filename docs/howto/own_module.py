@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.projection import Projection
+from varjax.codecs.vq import VQ, VQConfig
 from varjax.core.next_token import NextTokenTransformer, as_it_is
 from varjax.core.sampling import Scores
 from varjax.models import registry
 from varjax.models.llama.config import DecoderConfig
-from varjax.storage.published import Configuration
 
 # --- what exists: it knows nothing of varjax, and stays as it is ----------------------------------
 
@@ -84,14 +84,9 @@ def trained() -> ImageGPT:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(DecoderConfig):
-    what, condition, condition_tokens = "ImageGPT", "labels", 1
-    num_classes: int = CLASSES
-    depth: int = DEPTH
-    embed_dim: int = WIDTH
-    hidden_dim: int = 4 * WIDTH
-    num_heads: int = HEADS
-    vocab_size: int = CODES
-    grid: tuple[int, int] = (SIDE, SIDE)
+    what, condition, condition_tokens, num_classes = "ImageGPT", "labels", 1, CLASSES
+    depth, embed_dim, hidden_dim, num_heads = DEPTH, WIDTH, 4 * WIDTH, HEADS
+    vocab_size, grid = CODES, (SIDE, SIDE)
 
 
 class Adapter(NextTokenTransformer):
@@ -134,31 +129,14 @@ class Adapter(NextTokenTransformer):
         return Scores(plain, None, jnp.float32(sampling.cfg - 1) if guided else None)
 
 
-# --- pictures: a token is a patch of 4 x 4 pixels of one grey -------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodecConfig(Configuration):
-    what, downsample, code_channels = "grey codec", 4, 3
-
-
-class Codec(nnx.Module):
-    def __init__(self, config: CodecConfig, *, rngs: nnx.Rngs):
-        self.config, self.greys = config, nnx.Param(jnp.linspace(-1, 1, CODES))
-
-    def code_map(self, tokens, grid):
-        return jnp.repeat(self.greys[tokens].reshape(len(tokens), *grid, 1), 3, axis=-1)
-
-    def decode(self, code_map, dtype=jnp.float32):
-        return jnp.repeat(jnp.repeat(code_map, 4, axis=1), 4, axis=2)
-
-
-CONFIGS = {"transformer": Config(), "codec": CodecConfig()}
+SHAPE = {"codebook_size": CODES, "ch": 32, "ch_mult": (1, 1), "num_res_blocks": 1, "z_channels": 8}
+CONFIGS = {"transformer": Config(), "codec": VQConfig(**SHAPE, has_encoder=False)}
 
 
 def weights():
+    """Both modules with their arrays. The tokens are those of a codec that varjax has."""
     adapter = Adapter(CONFIGS["transformer"], rngs=nnx.Rngs(0), theirs=trained())
-    return {"transformer": adapter, "codec": Codec(CONFIGS["codec"], rngs=nnx.Rngs(0))}
+    return {"transformer": adapter, "codec": VQ(CONFIGS["codec"], rngs=nnx.Rngs(0))}
 
 
-registry.register("image-gpt", transformer=Adapter, codec=Codec, configs=CONFIGS, weights=weights)
+registry.register("image-gpt", transformer=Adapter, codec=VQ, configs=CONFIGS, weights=weights)

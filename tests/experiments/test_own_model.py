@@ -84,7 +84,7 @@ def test_an_existing_module():
     """docs/howto/own_module.py: an adapter of at most 60 lines gives the module's own logits,
     whatever its layers are called; and the cache is compressed."""
     file = EXAMPLE.with_name("own_module.py")
-    adapter = file.read_text("utf-8").split("class Adapter")[1].split("\n# ---")[0]
+    adapter = file.read_text("utf-8").split("class Adapter")[1].split("\n\n\n")[0]
     assert len(adapter.splitlines()) <= 60
     assert registry.load_module(file) == ("image-gpt",)
     model = varjax.load("image-gpt")

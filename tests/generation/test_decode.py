@@ -52,6 +52,7 @@ def test_refuses_what_does_not_fit(name):
             jax.eval_shape(decode, params, state, condition, wrong, inputs)
 
 
+@pytest.mark.slow
 def test_the_page(monkeypatch):
     """docs/howto/generate.md says how to watch, keep and decode, and how to call the core."""
     small = models.fixture_model(NAMES[0])

@@ -125,8 +125,8 @@ def _resizing(
     # Resizing is linear and separable: two matrices per scale. Padded rows and columns are zero, so
     # the padding of the grid neither enters the latent map nor comes out of it.
     down, up = MATRICES[shrink], MATRICES[enlarge]
-    all_sides = [int(side) * patch for side in sides]
+    sides = [int(side) * patch for side in sides]
     return (
-        np.stack([np.pad(down(final, side), ((0, grid - side), (0, 0))) for side in all_sides]),
-        np.stack([np.pad(up(side, final), ((0, 0), (0, grid - side))) for side in all_sides]),
+        np.stack([np.pad(down(final, side), ((0, grid - side), (0, 0))) for side in sides]),
+        np.stack([np.pad(up(side, final), ((0, 0), (0, grid - side))) for side in sides]),
     )

@@ -50,10 +50,8 @@ def plan(
     words = "a model, from varjax.load or varjax.describe, or the geometry of one"
     arguments.instance("model", model, (Model, Geometry), words)
     chosen = resolve_policy(policy, budget)
-    guidance = None
-    if isinstance(model, Geometry):
-        geometry = model
-    else:
+    geometry, guidance = model, None
+    if isinstance(model, Model):
         geometry = model.geometry_for(model.resolve_sampling(sampling))
         guidance = None if sampling is None else sampling.guidance
     found = calibration_lib.find(chosen, model, calibration, guidance)
