@@ -7,16 +7,17 @@ all tokens of the image; it is what a file of `policies.table` holds as `keep_to
 Letters: K scales or stages, L layers, N heads, T tokens, H and W pixels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Bool, Float, PyTree, UInt8
 
-from varjax.conditions import Condition
+from varjax import conditions
 from varjax.core import arguments
 from varjax.core.errors import UserError
 from varjax.core.plan import CachePlan
+from varjax.core.sampling import check_seed
 from varjax.core.scale_plan import ScalePlan
 from varjax.core.sequence import SCALES
 from varjax.core.stages import TokenPlan
@@ -30,10 +31,11 @@ SMALLEST, LARGEST, WIDTH = 16, 96, 4000  # pixels of a token map's height, and o
 MARGIN, LINE, GAP = 52, 14, 2  # pixels of the labels, and between token maps
 
 
-def of_images(generator, condition: Condition, seed: int) -> Bool[np.ndarray, "B K L N T"]:
+def of_images(generator, given: Mapping, seed: int) -> Bool[np.ndarray, "B K L N T"]:
     """The patterns of the images that a `Generator` draws. They are drawn for it, by a program of
-    its own (`telling`), unless the plan knows all contents."""
-    plan = generator.plan
+    its own (`telling`), unless the plan knows all contents. given: as of a call, by name."""
+    check_seed(seed)
+    plan, condition = generator.plan, conditions.resolve(generator.model, **given)
     plan.policy.check_images(len(condition))
     if plan.static_content:
         return of_batch(plan, None, len(condition))
