@@ -20,7 +20,8 @@ CHECKPOINT = FLAGS.string("checkpoint", None, "Checkpoint folder or name; defaul
 def main(argv: list[str]) -> None:
     model = describe(found(CHECKPOINT.value))
     if not model.num_classes:
-        raise UserError(f"{model.name} has no classes: it {WAYS[model.condition]}")
+        draws = WAYS[model.condition].partition(";")[0]
+        raise UserError(f"{model.name} has no classes: it {draws}")
     if not model.class_names:
         print(f"{model.name}: classes 0 to {model.num_classes - 1}, without names")
     for number, name in enumerate(model.class_names or ()):

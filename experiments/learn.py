@@ -3,9 +3,9 @@
     python -m experiments.learn --checkpoint=DIR --budgets=0.05,0.1,0.2 --out=DIR/learned.npz
     python -m experiments.run --checkpoint=DIR --policy=learned --budget=0.1
 
-Draws images with the full cache, and learns for each budget a table of last uses: what the model's
-logits lose by is kept, what they do not is exchanged for it. As it goes it prints the divergence
-(KL) of images that are held back: a quarter as many, of other seeds. It begins with the
+Draws images with the full cache, and learns for each budget a table of last uses: step by step,
+tokens that matter more to the model's logits take the place of others. As it goes it prints the
+divergence (KL) of images that are held back: a quarter as many, of other seeds. It begins with the
 table of `knapsack`, or where tokens are drawn one by one with a window behind four sinks, and ends
 with what was gained over it. A file belongs to one model, schedule and guidance; used with another
 one it is refused. In the checkpoint folder, as learned.npz, it is found by itself.

@@ -141,8 +141,8 @@ class TrainingStep(Step):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LearningStep(Step):
-    """What a step of `experiments.learn` computes of the images that are in memory together; the
-    budget does not change its size.
+    """Effects of all gates in a step of `experiments.learn`, of the images that are in memory
+    together; the budget does not change their size.
 
     text_tokens: padded length of texts; None: the most that the model takes.
     """

@@ -99,7 +99,8 @@ def per_image(report: dict, folder: pathlib.Path, metrics: Sequence[Metric]) -> 
 
 
 def figure(report: dict, metric: Metric, suffix: str) -> bytes:
-    """Return a metric against bytes of an image's cache, as PDF or SVG (`suffix`)."""
+    """Return a metric against bytes of an image's cache, as PDF or SVG (`suffix`). `UserError`
+    without finite values."""
     import altair as alt
     import vl_convert
 
@@ -113,19 +114,20 @@ def figure(report: dict, metric: Metric, suffix: str) -> bytes:
     names = charts.labels(rows)
     columns = max(1, min(4, int(WIDTH / (CHARACTER * max(map(len, names)) + 30))))
     legend = alt.Legend(title=None, orient="bottom", columns=columns, labelLimit=WIDTH - 30)
-    (chart,) = charts.fidelity(rows, "an image", legend)
+    if not (drawn := charts.fidelity(rows, "an image", legend)):
+        raise UserError(f"no policy of this sweep has a finite {metric.key}: choose another metric")
     height = HEIGHT + 12 * -(-len(names) // columns)
-    spec = chart.to_dict() | {"width": WIDTH, "height": height, "padding": 1, "config": _style()}
+    spec = drawn[0].to_dict() | {"width": WIDTH, "height": height, "padding": 1, "config": _style()}
     spec["autosize"] = {"type": "fit", "contains": "padding"}
     spec.pop("title")  # a caption says it
     for layer in spec["layer"]:
         layer["encoding"]["y"]["title"] = metric.name + f" ({metric.unit})" * bool(metric.unit)
         layer["mark"] |= SMALL.get(layer["mark"]["type"], {})
-    drawn = vl_convert.vegalite_to_svg(json.dumps(spec))
+    svg = vl_convert.vegalite_to_svg(json.dumps(spec))
     if suffix == ".pdf":
-        return vl_convert.svg_to_pdf(drawn)
+        return vl_convert.svg_to_pdf(svg)
     sizes = r'width="(\d+)" height="(\d+)"'
-    return re.sub(sizes, r'width="\1pt" height="\2pt"', drawn, count=1).encode()
+    return re.sub(sizes, r'width="\1pt" height="\2pt"', svg, count=1).encode()
 
 
 def _style() -> dict:

@@ -160,7 +160,7 @@ def _save_kept(plan: CachePlan, images: int, devices: int) -> bool:
     if SAVE_KEPT.value:
         with about(SAVE_KEPT):
             if devices > 1 and not plan.static_content:
-                raise UserError("what is decided on several devices is not told: leave out --mesh")
+                raise UserError("several devices do not tell what they decided: leave out --mesh")
             if (size := images * kept.num_bytes(plan)) > LARGEST_KEPT:
                 much = f"{images} images take {memory.show_bytes(size)}"
                 raise UserError(f"{much}, at most {memory.show_bytes(LARGEST_KEPT)}: draw fewer")

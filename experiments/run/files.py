@@ -66,11 +66,12 @@ def write_run(store: BatchStore, shown: Shown, report: dict) -> None:
         write_pictures(out, shown, pixels)
         if "full" in store.series:
             write_compared(out, shown, pixels, store, report)
-        held = {}
-        if shown.arrays is not None or shown.kept is not None:
-            held = metrics.joined(found for _, found in store.batches("main"))
+        names = [*(shown.arrays or ()), *["keep"] * (shown.kept is not None)]
+        if names:
+            parts = ({name: found[name] for name in names} for _, found in store.batches("main"))
+            held = metrics.joined(parts)
         if shown.kept is not None:
-            write_kept(out, held.pop("keep"), shown.kept, np.asarray(pixels[0]))
+            write_kept(out, held["keep"], shown.kept, np.asarray(pixels[0]))
         if shown.arrays is not None:
             for name in ("code_map", "images"):  # as documented, channels first
                 held[name] = np.moveaxis(held[name], -1, 1)

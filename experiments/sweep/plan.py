@@ -150,7 +150,7 @@ def _parse_entry(part: str, text: str) -> tuple[str, dict[str, list[str]]]:
             raise UserError(f"{part!r} gives {key} twice: keep one of them")
         pairs[key] = [one.strip() for one in value.split(OR)]
         if not all(pairs[key]) and len(pairs[key]) > 1:
-            raise UserError(f"{part!r:.200}: {key} has an empty value between two {OR}")
+            raise UserError(f"{part!r:.200}: {key} has an empty value beside a {OR}")
     return name, pairs
 
 

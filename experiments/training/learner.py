@@ -8,10 +8,10 @@ once what turning one over would do to the divergence from the full cache's logi
 - to second order half of the square of the same effect on the log probability of tokens that are
   drawn from the gated logits: Fisher's information is the divergence's second derivative.
 
-What a gate is worth is the divergence without its key less that with it. The worths, averaged over
-steps, decide the next table: the best last uses under the budget, where what is kept has an
-advantage, so great that a certain share of the table is exchanged. The share falls from step to
-step: early ones change much at once, late ones what interacts.
+A gate is worth the divergence without its key less that with it. The worths, averaged over steps,
+decide the next table: the best last uses under the budget, where what is kept has an advantage, so
+great that a certain share of the table is exchanged. The share falls from step to step: early ones
+change much at once, late ones what interacts.
 
 Where tokens are drawn one by one, a stage takes the place of a scale, and every head has room of
 its own (`policies.learned.LearnedTokens`).
@@ -166,21 +166,17 @@ class Learner:
         return jax.tree.map(lambda _: one, state)
 
     def step(self, state: dict, n: int) -> tuple[dict, dict]:
-        settings, (last_use, worth, advantage) = (
-            self.settings,
-            (np.asarray(state[i]) for i in STATE),
-        )
-        chosen = pictures_of_step(len(self.train), self.batch_size, settings.seed, n)
+        last_use, worth, advantage = (np.asarray(state[name]) for name in STATE)
+        chosen = pictures_of_step(len(self.train), self.batch_size, self.settings.seed, n)
         lost, first, second = self._effects(last_use, chosen, n)
         # the divergence bends up both ways: where a key goes, and where one comes
         newest = np.where(self._kept(last_use), second / 2, -second / 2) - first
-        part = settings.between(NEWEST, n) if n else 1
+        part = self.settings.between(NEWEST, n) if n else 1
         worth = (1 - part) * worth + part * newest
-        values = *self._exchanged(last_use, worth, float(advantage), n), worth
-        values = dict(zip(("last_use", "advantage", "worth"), values, strict=True))
-        return {name: jnp.asarray(values[name], state[name].dtype) for name in STATE}, {
-            "loss": lost
-        }
+        last_use, advantage = self._exchanged(last_use, worth, float(advantage), n)
+        values = zip(STATE, (last_use, worth, advantage), strict=True)
+        new = {name: jnp.asarray(value, state[name].dtype) for name, value in values}
+        return new, {"loss": lost}
 
     def _effects(self, last_use: np.ndarray, chosen: np.ndarray, n: int) -> list[np.ndarray]:
         """Means over the chosen images (`Programs.effects`)."""

@@ -1,4 +1,4 @@
-"""What turning a gate over does to a loss: opened if it is shut, shut if it is open.
+"""Effects on a loss of turning gates over: opening those that are shut, shutting the others.
 
 A gate multiplies exp(score) of a key, and its gradient tells of small changes only: that of a key
 which takes nearly all of the attention is almost nothing, though all is lost without it. But the

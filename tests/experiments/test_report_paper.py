@@ -25,7 +25,7 @@ def written(call, sweep):
         arrays = dict(archive)
     content = json.loads((sweep / "sweep.json").read_text())
     for i, cell in enumerate(content["cells"][:3]):
-        cell["fidelity"] |= {"psnr_low": 20.5, "psnr_high": 23.456}
+        cell["fidelity"] |= {"psnr_low": 20.5, "psnr_high": 23.456, "token_agreement": "nan"}
         arrays |= {f"{cell['samples']}/psnr": np.array([20.0 + i, np.inf], np.float32)}
         arrays |= {f"{cell['samples']}/kl": np.array([0.125, 0.0])}
     content["cells"][0]["label"] = f"swa:{HOSTILE}"
@@ -79,6 +79,8 @@ def test_numbers_of_single_images(written):
 def test_what_is_not_there(written):
     said = written("p.csv", "--metrics=ssim")
     assert "samples.npz lacks c1/ssim of 2 images: run the sweep again" in said
+    said = written("f.svg", "--metrics=token_agreement")
+    assert "no policy of this sweep has a finite token_agreement: choose another metric" in said
     said = written("t.tex", "--metrics=lpips")
     assert "unknown metric of this sweep 'lpips': choose one of psnr" in said
     assert "unknown column 'kv': choose one of policy" in written("t.md", "--columns=kv")

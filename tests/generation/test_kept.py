@@ -1,15 +1,19 @@
 """Which tokens heads keep: read from what a program returns, against plans, caches, and a run that
 is told to keep exactly these."""
 
+import jax
 import numpy as np
 import pytest
 
 import varjax
 from tests import models_under_test as models
+from tests.conftest import ROOT
 from tests.often import often
+from varjax import conditions
+from varjax.core import decode
 from varjax.core.errors import UserError
 from varjax.core.planner import plan_cache
-from varjax.generation import kept
+from varjax.generation import kept, measure_calibration
 from varjax.generation.generator import Generator
 from varjax.generation.mesh import MeshSpec
 from varjax.policies import get_policy
@@ -17,9 +21,13 @@ from varjax.policies import get_policy
 LABELS = [1, 2]
 
 
-def drawn(model, policy, budget=0.6, **options):
+def built(model, policy, budget=0.6, **options):
     options = {"segments": 1} | options if model.geometry.kind == "scales" else options
-    generator = models.built(model, policy, budget, batch_size=2, **options)
+    return models.built(model, policy, budget, batch_size=2, **options)
+
+
+def drawn(model, policy, budget=0.6, **options):
+    generator = built(model, policy, budget, **options)
     arrays, index = models.arrays_of(model, LABELS), np.arange(2, dtype=np.int32)
     return generator, *generator.run_batch(arrays, index, seed=3)
 
@@ -55,9 +63,10 @@ def test_a_run_that_keeps_just_these_tokens_draws_the_same(name, policy, tmp_pat
     first = np.array(kept.layout(plan)["drawn"])[:, None] > np.arange(keep.shape[-1])
     back = keep[1:] & ~keep[:-1] & first[:-1, None, None, None]
     assert not back.any() and not (keep & ~first[:, None, None, None]).any()
-    again, replayed, _ = drawn(model, table(tmp_path, keep), None)
+    again = built(model, table(tmp_path, keep), None)
+    condition = conditions.resolve(model, labels=LABELS)
+    replayed, _ = jax.jit(decode)(*again.decode_arguments(condition, seed=3))
     np.testing.assert_array_equal(replayed["tokens"], results["tokens"])
-    assert again.plan.policy.name == "table"
     mine = generator.kept(LABELS, seed=3)
     np.testing.assert_array_equal(mine, np.stack(rows[:2]))
 
@@ -124,6 +133,25 @@ def test_the_final_cache_token_by_token():
             assert set(np.flatnonzero(mine)) == set(tokens)
 
 
+def test_the_page(monkeypatch):
+    """docs/howto/generate.md says how to find what heads keep, by a program of its own. Drawing
+    and attention have their own tests."""
+    small, image = models.fixture_model("c_k5_nol2norm"), np.ones((1, 16, 16, 3), np.float32)
+    seen = {"mass": np.zeros(1), "entropy": np.zeros(1)}
+    monkeypatch.setattr(varjax, "load", lambda: small)
+    monkeypatch.setattr(Generator, "__call__", lambda *_, **__: image)
+    monkeypatch.setattr(measure_calibration, "attention", lambda model, condition: seen)
+    page = (ROOT / "docs" / "howto" / "generate.md").read_text("utf-8")
+    code, names = page.split("\n## What each head kept\n\n```python\n")[1].split("```")[0], {}
+    exec(code, names)
+    generator, [keep] = names["generator"], names["keep"]
+    held, room = np.sort(keep.sum(-1)[1:]), np.sort(generator.plan.capacity)[1:]
+    np.testing.assert_array_equal(held, room)
+    assert generator.program is None and generator.telling.plan is generator.plan
+    mine = varjax.kept_picture(generator.plan, keep, image[0])
+    np.testing.assert_array_equal(names["picture"], mine)
+
+
 def test_the_picture(unchecked):
     """A token that all later scales see shows the image, one that none sees nearly the colour of
     what is dropped; the last map is not shown."""
@@ -138,7 +166,11 @@ def test_the_picture(unchecked):
     shown = np.flatnonzero(white[kept.MARGIN :])
     strip = (found.shape[1] - kept.MARGIN) // g.num_heads
     assert (shown // strip == 1).all() and shown.size == shown.max() - shown.min() + 1
-    for wrong, words in (({"keep": keep[0]}, "one image"), ({"layers": [9]}, "no layer 9")):
+    for wrong, words in (
+        ({"keep": keep[0]}, "one image"),
+        ({"layers": [9]}, "no layer 9"),
+        ({"layers": 1}, "layers=1: "),
+    ):
         with pytest.raises(UserError, match=words):
             varjax.kept_picture(**({"plan": plan, "keep": keep, "image": image} | wrong))
     with pytest.raises(UserError, match="one picture"):

@@ -6,13 +6,13 @@ import pytest
 from varjax.core.errors import UserError
 from varjax.models.labels import Labels
 
-NAMES = ["tench, Tinca tinca", "crane", "Lemon  tree", "crane", "7"]
+NAMES = ["tench, Tinca tinca", "crane", "Lemon  tree", "crane", "7", "caf\u00e9"]
 
 
 def test_names_stand_for_numbers():
     """Whatever their case and spaces, and each of ImageNet's synonyms; a name before a number."""
-    found = Labels.of(["TINCA tinca", " lemon tree", 0, "3", "7", np.int32(1)], 5, NAMES)
-    assert found.numbers.tolist() == [0, 2, 0, 3, 4, 1]
+    given = ["TINCA tinca", " lemon tree", 0, "3", "7", np.int32(1), "Cafe\u0301"]
+    assert Labels.of(given, 6, NAMES).numbers.tolist() == [0, 2, 0, 3, 4, 1, 5]
 
 
 @pytest.mark.parametrize(

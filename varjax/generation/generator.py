@@ -168,12 +168,18 @@ class Generator:
         return np.concatenate(images)
 
     def kept(
-        self, labels: Sequence[int] | None = None, *, seed: int = 0, **given
+        self,
+        labels: Sequence[int | str] | None = None,
+        *,
+        prompts: Sequence[str] | None = None,
+        text_features: TextFeatures | None = None,
+        prompt_ids: PromptIds | Sequence[Sequence[int]] | None = None,
+        seed: int = 0,
     ) -> Bool[np.ndarray, "B K L N T"]:
-        """The tokens that every head holds when each scale or stage starts (`generation.kept`), of
-        the images that a call draws. given: prompts, text_features or prompt_ids, as of a call."""
-        condition = conditions.resolve(self.model, labels=labels, **given)
-        return of_images(self, condition, check_seed(seed))
+        """The tokens that heads hold when each scale or stage starts (`generation.kept`), of the
+        images that a call draws."""
+        given = {"labels": labels, "prompts": prompts, "text_features": text_features}
+        return of_images(self, given | {"prompt_ids": prompt_ids}, seed)
 
     telling = cached_property(telling)
 
@@ -183,8 +189,7 @@ class Generator:
         """All images, batch by batch: (their numbers, results on the host). The next batch is
         started before one is handed out (`started.in_turn`).
 
-        numbers: of the images of each batch, asked for when the batch before is done; None: all
-          images in their order.
+        numbers: of images of each batch, asked for when the one before is done; None: all in order.
         options: seed, given and given_scales, as of `run_images`. Many processes that share the
           mesh call it alike, and all of them have all results.
         """
@@ -203,8 +208,7 @@ class Generator:
             yield batch.index, results  # pyright: ignore[reportReturnType]
 
     def draw(self, condition: Condition, index: np.ndarray, **options) -> dict[str, np.ndarray]:
-        """The results of at most a batch of images, by their numbers, on the host. options: as of
-        `batches`."""
+        """Results of at most a batch of images, by numbers, on the host. options: of `batches`."""
         ((_, results),) = self.batches(condition, [index], **options)
         return results
 
@@ -224,9 +228,8 @@ class Generator:
         if given is not None:
             given = given.take(padded) if isinstance(given, Given) else np.asarray(given)[padded]
         batch = self._start(condition.take(padded), padded, given, **options)
-        contents = {"contents": batch.results.pop("contents", None)}  # has rows, not images
-        batch.results = {name: a[: len(index)] for name, a in batch.results.items()}
-        batch.results |= contents if self.build.keep_contents else {}
+        # contents are of rows, not of images
+        batch.results |= {n: a[: len(index)] for n, a in batch.results.items() if n != "contents"}
         batch.index = index
         return batch
 
@@ -256,8 +259,7 @@ class Generator:
           Over several devices its rows are those of the first device, then of the next.
 
         Raises:
-          UserError: wrong input, or (`generation.program.OutOfMemory`) a device without enough
-          memory.
+          UserError: wrong input, or (`generation.program.OutOfMemory`) too little memory.
         """
         told = condition, image_index, given, seed, given_scales, keep_cache
         batch = self._wait(self._start(*told))
@@ -394,6 +396,5 @@ class Generator:
 
     @jax_settings.pinned()
     def empty_state(self) -> State:
-        """An empty cache, which lies as the compiled program takes it; over several devices each
-        makes its own share."""
+        """An empty cache, as the program takes it; of several devices each makes its own share."""
         return (jax.jit(self._empty) if self.program is None else self.program.empty_state)()

@@ -7,21 +7,21 @@ all tokens of the image; it is what a file of `policies.table` holds as `keep_to
 Letters: K scales or stages, L layers, N heads, T tokens, H and W pixels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Bool, Float, PyTree, UInt8
 
-from varjax.conditions import Condition
+from varjax import conditions
 from varjax.core import arguments
 from varjax.core.errors import UserError
 from varjax.core.plan import CachePlan
+from varjax.core.sampling import check_seed
 from varjax.core.scale_plan import ScalePlan
 from varjax.core.sequence import SCALES
 from varjax.core.stages import TokenPlan
 from varjax.storage import pictures
-from varjax.storage.values import require
 
 DROPPED = np.array([20, 33, 61], np.float32)  # the colour of tokens that are not kept
 BETWEEN = 170  # the grey between token maps
@@ -30,10 +30,11 @@ SMALLEST, LARGEST, WIDTH = 16, 96, 4000  # pixels of a token map's height, and o
 MARGIN, LINE, GAP = 52, 14, 2  # pixels of the labels, and between token maps
 
 
-def of_images(generator, condition: Condition, seed: int) -> Bool[np.ndarray, "B K L N T"]:
+def of_images(generator, given: Mapping, seed: int) -> Bool[np.ndarray, "B K L N T"]:
     """The patterns of the images that a `Generator` draws. They are drawn for it, by a program of
-    its own (`telling`), unless the plan knows all contents."""
-    plan = generator.plan
+    its own (`telling`), unless the plan knows all contents. given: as of a call, by name."""
+    check_seed(seed)
+    plan, condition = generator.plan, conditions.resolve(generator.model, **given)
     plan.policy.check_images(len(condition))
     if plan.static_content:
         return of_batch(plan, None, len(condition))
@@ -178,9 +179,14 @@ def kept_picture(
     sizes = len(plan.capacity), g.num_layers, g.num_heads, tokens
     if np.shape(keep) != sizes:
         raise UserError(f"keep has shape {np.shape(keep)}: give that of one image, {sizes}")
-    image = np.asarray(image)
+    keep, image = np.asarray(keep), np.asarray(image)
     if image.ndim != 3 or image.shape[-1] != 3:
         raise UserError(f"image has shape {image.shape}: give one picture [H, W, 3]")
+    if layers is not None:
+        words = f"give some of 0 to {g.num_layers - 1}"
+        layers = arguments.integers("layers", layers, words, g.num_layers)
+        if wrong := sorted(set(layers) - set(range(g.num_layers))):
+            raise UserError(f"layers: there is no layer {wrong[0]}, {words}")
     return picture(keep, image, **layout(plan), layers=layers)
 
 
@@ -191,11 +197,9 @@ def picture(
     drawn: Sequence[int],
     layers: Sequence[int] | None = None,
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """What `kept_picture` returns, from a `layout`."""
+    """The picture of `kept_picture`, from a `layout`."""
     image = image if image.dtype == np.uint8 else pictures.to_uint8(image[None])[0]
     layers = range(keep.shape[1]) if layers is None else layers
-    if wrong := [layer for layer in layers if layer not in range(keep.shape[1])]:
-        raise UserError(f"layers: there is no layer {wrong[0]}, give 0 to {keep.shape[1] - 1}")
     heads, shown = keep.shape[2], maps[: max(1, len(maps) - 1)]
     side = min(max(WIDTH // (heads * len(shown)), SMALLEST), LARGEST)
     behind = pictures.fit_picture(image, (side, -(-side * image.shape[1] // image.shape[0])))
@@ -223,14 +227,10 @@ def _labelled(
     rows: UInt8[np.ndarray, "h w 3"], layers: Sequence[int], heads: int
 ) -> UInt8[np.ndarray, "height width 3"]:
     """The maps with the numbers of layers and heads beside them."""
-    pillow, draw = (
-        require(f"PIL.{name}", extra="eval", purpose="drawing what heads kept")
-        for name in ("Image", "ImageDraw")
-    )
     high, wide, _ = rows.shape
-    canvas = pillow.new("RGB", (MARGIN + wide, LINE + high), "white")
-    canvas.paste(pillow.fromarray(rows), (MARGIN, LINE))
-    text = draw.Draw(canvas).text
+    canvas = pictures.pillow().new("RGB", (MARGIN + wide, LINE + high), "white")
+    canvas.paste(pictures.pillow().fromarray(rows), (MARGIN, LINE))
+    text = pictures.pillow("ImageDraw").Draw(canvas).text
     for row, layer in enumerate(layers):
         text((2, LINE + row * high // len(layers)), f"layer {layer}", fill="black")
     for head in range(heads):

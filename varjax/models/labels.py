@@ -1,6 +1,7 @@
 """Class labels, one per image, by number or name: what class-conditional models draw from."""
 
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -65,8 +66,8 @@ def _numbered(labels: object, names: Sequence[str]) -> object:
 
 
 def _plain(name: str) -> str:
-    """A name without differences in case and spaces."""
-    return " ".join(name.casefold().split())
+    """A name without differences in case, spaces and the encoding of accents."""
+    return " ".join(unicodedata.normalize("NFC", name).casefold().split())
 
 
 def _number(label: str, known: Mapping[str, set[int]]) -> int:

@@ -115,9 +115,8 @@ class Learned(StagedPolicy):
     cannot see, this does: neighbours stand for each other, so that one of them is enough.
 
     1. Learning (`python -m experiments.learn`, docs/howto/learn.md): for every token of every head
-       and every scale, what the divergence from the full cache's logits would be with the token
-       turned over, kept or dropped, is estimated to second order. What is worth more is exchanged
-       for what is worth less, step by step.
+       and every scale, the divergence from the full cache's logits if the token were dropped, or
+       kept, is estimated to second order. Step by step the best take the place of the worst.
     2. Table: of all last uses that fit the budget, those with the greatest sum of gains over tokens
        and scales (`varjax.policies.last_uses`).
 
