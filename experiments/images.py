@@ -22,11 +22,13 @@ CAPTION_CHARACTERS = 16  # for each pixel of width, so many characters of a text
 CAPTION_HEIGHT = CAPTION_LINES * LINE_HEIGHT + 2
 
 
-def grid(images: UInt8[np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "height width 3"]:
-    """Lays the images row by row on white, `GAP` pixels apart, in the smallest number of columns
+def grid(
+    images: UInt8[np.ndarray, "N H W 3"], columns: int | None = None
+) -> UInt8[np.ndarray, "height width 3"]:
+    """Lays the images row by row on white, `GAP` pixels apart. columns: None: the smallest number
     that makes the grid at least as wide as high, in tiles."""
     count, height, width, _ = images.shape
-    columns = math.ceil(math.sqrt(count))
+    columns = columns or math.ceil(math.sqrt(count))
     rows = -(-count // columns)
     shape = (rows * (height + GAP) - GAP, columns * (width + GAP) - GAP, 3)
     canvas = np.full(shape, 255, np.uint8)
@@ -40,6 +42,7 @@ def save_grid(
     path: str | os.PathLike,
     images: UInt8[np.ndarray, "N H W 3"],
     labels: Sequence[str] | None = None,
+    columns: int | None = None,
 ) -> None:
     """Writes the grid of `images` as PNG, each with its label (class name, prompt) below if given.
 
@@ -49,7 +52,7 @@ def save_grid(
     if labels is not None:
         strips = np.stack([_caption(str(text), images.shape[2]) for text in labels])
         images = np.concatenate([images, strips], axis=1)
-    picture = pillow.fromarray(grid(images))
+    picture = pillow.fromarray(grid(images, columns))
     with new_file(path) as file:
         picture.save(file, format="PNG")
 

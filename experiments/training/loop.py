@@ -1,7 +1,8 @@
 """The loop of a training stage, and its folder: settings, history and resumable checkpoints.
 
     OUT/STAGE/settings.json     what the stage was started with
-    OUT/STAGE/history.jsonl     one JSON object per log step
+    OUT/STAGE/history.jsonl     one JSON object per log step; history.csv: the same as a table
+    OUT/STAGE/events/           the same for TensorBoard (`curves.Events`)
     OUT/STAGE/checkpoints/N     Orbax checkpoint after N steps
     OUT/STAGE/records.json      sizes and checksums of their files, metrics not in the history
 
@@ -15,7 +16,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -24,6 +25,7 @@ import orbax.checkpoint as ocp
 from experiments import processes
 from experiments.output import say
 from experiments.processes import Stopped
+from experiments.training import curves
 from experiments.training.stage import TrainingStage
 from varjax.core.errors import UserError, some
 from varjax.generation import hosts
@@ -34,6 +36,9 @@ from varjax.storage.atomic import write_text
 SETTINGS, HISTORY, CHECKPOINTS = "settings.json", "history.jsonl", "checkpoints"
 RECORDS = "records.json"
 LARGEST_HISTORY = 2**30  # bytes
+SILENCE = 10  # seconds without a log line, after which a line says how far the stage is
+# (state, folder of the stage, step) -> path: draws a sheet of pictures (`sheets`)
+Draw = Callable[[dict, Path, int], Path]
 
 
 def check_folder(out: Path, settings: Mapping[str, Mapping]) -> None:
@@ -73,7 +78,7 @@ def check_folder(out: Path, settings: Mapping[str, Mapping]) -> None:
 
 
 class StageFolder(contextlib.AbstractContextManager):
-    """The files of one stage. As a context it closes the checkpoints.
+    """The files of one stage. As a context it closes the checkpoints and the events.
 
     It creates the folder; `check_folder` must have passed before.
     """
@@ -81,6 +86,7 @@ class StageFolder(contextlib.AbstractContextManager):
     def __init__(self, out: str | os.PathLike, stage: str, settings: Mapping):
         self.path = Path(out).absolute() / stage
         self._checkpoints = self.path / CHECKPOINTS
+        self._events = None
         self._advice = f"to train this stage from its start, remove {self.path}"
         with processes.together():
             if hosts.is_first():
@@ -94,6 +100,8 @@ class StageFolder(contextlib.AbstractContextManager):
 
     def __exit__(self, *error) -> None:
         self._manager.close()
+        if self._events:
+            self._events.__exit__(*error)
 
     def restore(self, like: dict) -> tuple[dict | None, int]:
         """Return the newest sound checkpoint and its steps; None and 0 without checkpoints.
@@ -158,7 +166,8 @@ class StageFolder(contextlib.AbstractContextManager):
         return self._records().get(str(step), {}).get("window", [])  # or a mean of fewer steps
 
     def keep_history(self, up_to: int) -> None:
-        """Drop entries of steps after `up_to`, and lines that are damaged or were cut short."""
+        """Drop entries of steps after `up_to`, and lines that are damaged or were cut short; the
+        curves go on from there."""
         if not hosts.is_first():
             return
         path, kept = self.path / HISTORY, []
@@ -167,22 +176,36 @@ class StageFolder(contextlib.AbstractContextManager):
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 kept += [line] if manifest.parse_json(line)["step"] <= up_to else []
         write_text(path, "".join(f"{line}\n" for line in kept))
+        self._events = curves.Events(self.path / curves.EVENTS, up_to)
 
     def append_history(self, entry: Mapping) -> None:
-        """Add one line to the history."""
+        """Add one line to the history, and to its curves."""
         if hosts.is_first():
             with ordinary.opened(self.path / HISTORY, "ab") as file:
                 file.write(json.dumps(entry).encode() + b"\n")
+            self._events.add(entry)
+
+    def write_table(self) -> None:
+        """Write the history as history.csv."""
+        if hosts.is_first():
+            lines = ordinary.read_file(self.path / HISTORY, LARGEST_HISTORY).splitlines()
+            curves.write_csv(self.path / curves.CSV, lines)
 
 
 def run(
-    stage: TrainingStage, out: str | os.PathLike, quiet: bool = False, *, goes_on: bool = False
+    stage: TrainingStage,
+    out: str | os.PathLike,
+    quiet: bool = False,
+    *,
+    goes_on: bool = False,
+    draw: Draw | None = None,
 ) -> dict:
     """Train a stage to its last step in `out`, from its newest checkpoint if there is one.
     `Stopped` if the system asked to end, by SIGTERM: a checkpoint is written. `UserError` if the
     loss has become NaN or infinite: the last checkpoint stays.
 
     goes_on: another stage follows, so that who asks during the last step wants that one not begun.
+    draw: draws a sheet every `sample_every` steps, and after the last one.
 
     Returns the final state.
     """
@@ -196,11 +219,12 @@ def run(
         if start:
             say(f"{stage.name}: resuming after step {start} of {stage.steps}", quiet)
         else:
+            say(f"{stage.name}: {stage.steps} steps of {stage.batch_size} pictures", quiet)
             state = stage.first_state()
         processes.wait()  # before files change that the others read
         folder.keep_history(start)
         with processes.Stop(start) as stop, hosts.answering():
-            state = _loop(stage, folder, state, start, quiet, stop)
+            state = _loop(stage, folder, state, start, quiet, stop, draw)
             if goes_on and stop.after_step():
                 raise Stopped(stage.steps, stage.steps, "steps", f"{stage.name}: ")
             return state
@@ -213,32 +237,73 @@ def _loop(
     start: int,
     quiet: bool,
     stop: processes.Stop,
+    draw: Draw | None,
 ) -> dict:
     """Run the steps. The last one logs, validates and saves whatever the intervals are."""
-    last, progress = time.monotonic(), Progress(stage.name, stage.steps, first=start)
-    window, settings = folder.window(start), stage.settings
-    earlier = len(window)  # steps that another run has made
+    window, settings, clock = folder.window(start), stage.settings, _Clock(stage, start, quiet)
     for n in range(start, stage.steps):
-        state, metrics = stage.step(state, n)
+        state, metrics = clock.step(state, n)
         window.append(metrics)
         done, final = n + 1, n + 1 == stage.steps
         if final or done % settings.log_every == 0:
             means = _means(stage, window, done)
-            seconds = time.monotonic() - last
-            pace = round((len(window) - earlier) * stage.batch_size / seconds, 2)
-            say(progress.line(done, f"{_numbers(means)}  {pace:.1f} images/s"), quiet)
-            entry = {"step": done, **means, "images_per_second": pace}
+            entry = {"step": done, **means, "images_per_second": clock.report(done, means)}
             if final or done % settings.validate_every == 0:
                 entry["validation"] = stage.validate(state)
                 say(f"{stage.name} validation {_numbers(entry['validation'])}", quiet)
-            window, earlier, last = [], 0, time.monotonic()
+            window = []
             folder.append_history(entry)
+            if draw and settings.sample_every and (final or done % settings.sample_every == 0):
+                say(f"{stage.name}: see {draw(state, folder.path, done)}", quiet)
+            clock.restart()
         stopped = stop.after_step() and not final
         if final or stopped or done % settings.checkpoint_every == 0:
             folder.save(done, state, jax.device_get(window))
+            folder.write_table()
         if stopped:
             raise Stopped(done, stage.steps, "steps", f"{stage.name}: ")
     return state
+
+
+class _Clock:
+    """Lines of progress, and the pace, for which only steps count that compile nothing."""
+
+    def __init__(self, stage: TrainingStage, start: int, quiet: bool):
+        self._stage, self._start, self._quiet = stage, start, quiet
+        self._progress = Progress(stage.name, stage.steps, first=start)
+        self.restart()
+
+    def restart(self) -> None:
+        """Leave out the time until now."""
+        self._timed, self._since = 0, time.monotonic()
+        self._spoke = self._since
+        self._progress.skip()
+
+    def step(self, state: dict, n: int) -> tuple[dict, Mapping]:
+        """Take a step. A line is printed where it compiles, and in long silences."""
+        stage, begun = self._stage, time.monotonic()
+        new = stage.phases.get(n, "a step" if n == self._start else "")
+        if new:
+            say(f"{stage.name}: compiling {new}", self._quiet)
+        state, metrics = stage.step(state, n)
+        self._timed += 1
+        if new:
+            jax.block_until_ready(metrics)
+            self.restart()
+            taken = f"compiled, with its first step, in {self._since - begun:.1f} s"
+            say(f"{stage.name}: {new}: {taken}", self._quiet)
+        elif time.monotonic() - self._spoke > SILENCE and (n + 1) % stage.settings.log_every:
+            jax.block_until_ready(metrics)  # steps run behind
+            self._spoke = time.monotonic()
+            say(self._progress.line(n + 1), self._quiet)
+        return state, metrics
+
+    def report(self, done: int, means: Mapping[str, float]) -> float:
+        """Print a log line, and return images per second since the last one."""
+        pace = self._timed * self._stage.batch_size / (time.monotonic() - self._since)
+        note = f"{_numbers(means)}  {pace:.1f} images/s"
+        say(self._progress.line(done, note), self._quiet)
+        return round(pace, 2)
 
 
 def _means(stage: TrainingStage, window: list[Mapping], done: int) -> dict[str, float]:

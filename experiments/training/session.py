@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments import processes
 from experiments.output import say
-from experiments.training import data, loop
+from experiments.training import data, loop, sheets
 from experiments.training.classifier_trainer import ClassifierStage
 from experiments.training.mesh import TrainingMesh
 from experiments.training.settings import TrainingSettings
@@ -166,11 +166,12 @@ def _train(
     """Train codec and transformer (`train`) in a folder that this process holds."""
     pictures = data.with_shifts(pictures, settings.shifts, settings.seed)
     config = settings.transformer(pictures.num_classes)  # raises before the codec is trained
-    start, given = settings.start, None
+    start, given, drawn = settings.start, None, sheets.possible(mesh.size)
     if "vqvae" in trained:
         codec_given = (lambda: parameters.named(start.load("codec"))) if start else None
         codec_stage = VQVAEStage(settings, settings.codec, pictures, mesh=mesh, given=codec_given)
-        state = loop.run(codec_stage, out, quiet, goes_on=stage != "vqvae")
+        draw = partial(sheets.save_reconstructions, codec_stage) if drawn else None
+        state = loop.run(codec_stage, out, quiet, goes_on=stage != "vqvae", draw=draw)
         codec = codec_stage.model(hosts.gathered(state["ema"]))
     else:
         with processes.together():
@@ -189,29 +190,25 @@ def _train(
         given = partial(start.transformer_parameters, rows, settings.seed)
     made, quantizer = TRANSFORMERS[settings.family], getattr(codec, "quantizer", None)
     transformer_stage = made(settings, config, tokens, quantizer, mesh=mesh, given=given)
-    state = loop.run(transformer_stage, out, quiet)
+    described = _description(settings, pictures)
+    samples = sheets.Samples(transformer_stage, codec, described) if drawn else None
+    state = loop.run(transformer_stage, out, quiet, draw=samples and samples.save)
     transformer = transformer_stage.model(hosts.gathered(state["ema"]))
     with processes.together():
         if hosts.is_first():
-            _save_model(settings, pictures, transformer, codec, out / MODEL)
+            _save_model(settings, described, transformer, codec, out / MODEL)
     return out / MODEL
 
 
-def _save_model(
-    settings: TrainingSettings,
-    pictures: data.Dataset,
-    transformer: Transformer,
-    codec: ImageCodec,
-    model: Path,
-) -> None:
-    """Write the folder `model` with the sampling that is recommended for what was trained."""
-    dtype, start = jnp.dtype(settings.save_dtype), settings.start
-    parts = {"transformer": cast(transformer, dtype), "codec": cast(codec, dtype)}
+def _description(settings: TrainingSettings, pictures: data.Dataset) -> dict:
+    """Describe what is trained, with the sampling that is recommended for it."""
+    start = settings.start
     sampling = dict(SAMPLING[settings.family])
     sampling["top_k"] = min(sampling["top_k"], settings.vocab_size)
     if settings.family == "llamagen" and not settings.label_drop:  # no null class was trained
         sampling["cfg"] = 1.0
-    metadata = {
+    described = {
+        "family": settings.family,
         "sampling": start.description.get("sampling", sampling) if start else sampling,
         "training": {
             "vqvae_steps": settings.vqvae_steps,
@@ -219,10 +216,24 @@ def _save_model(
             "pictures": len(pictures.train) // (1 + settings.shifts),
             "shifts": settings.shifts,
             **({"init": start.digest} if start else {}),
-            "parameters": {name: parameters.count(part) for name, part in parts.items()},
         },
     }
     if pictures.class_names:
-        metadata["class_names"] = list(pictures.class_names)
+        described["class_names"] = list(pictures.class_names)
+    return described
+
+
+def _save_model(
+    settings: TrainingSettings,
+    described: dict,
+    transformer: Transformer,
+    codec: ImageCodec,
+    model: Path,
+) -> None:
+    """Write the folder `model`."""
+    dtype = jnp.dtype(settings.save_dtype)
+    parts = {"transformer": cast(transformer, dtype), "codec": cast(codec, dtype)}
+    counts = {name: parameters.count(part) for name, part in parts.items()}
+    metadata = {**described, "training": {**described["training"], "parameters": counts}}
     family = registry.family(settings.family)
     checkpoint.save(model, family, parts, metadata=metadata, overwrite=True)
