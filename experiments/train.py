@@ -123,7 +123,10 @@ def _preset(given: dict) -> dict:
         raise UserError(f"preset={PRESET.value} given, but sizes are those of init: leave one out")
     if not given.get("data"):
         return {}  # which is refused
-    pictures, platform = data.count(given["data"], given.get("max_images", 0)), jax.default_backend()
+    pictures, platform = (
+        data.count(given["data"], given.get("max_images", 0)),
+        jax.default_backend(),
+    )
     found = preset(PRESET.value, given.get("family", "var"), pictures, platform)
     own = ",".join(f"{n}={shown(v)}" for n, v in found.items() if n not in given)
     say(f"preset={PRESET.value} for {pictures} pictures on {platform}: {own}", QUIET.value)

@@ -53,8 +53,8 @@ PRESETS = {
         shared={
             **{"image_size": 128, "ch": 128, "ch_mult": (1, 1, 2, 2), "vocab_size": 4096},
             **{"vqvae_batch_size": 64, "vqvae_lr": 3e-4, "autoencoder_steps": 1000},
-            **{"depth": 12, "width": 768, "heads": 12, "var_batch_size": 128, "var_lr": 3e-4},
-            **{"reseed_every": 200, **_every(1000)},
+            **{"depth": 8, "width": 512, "heads": 8, "var_batch_size": 128, "var_lr": 5e-4},
+            **{"reseed_every": 200, "shifts": 0, **_every(1000)},
         },
         own={"var": {"patch_nums": (1, 2, 3, 4, 5, 6, 8, 10, 13, 16), "z_channels": 32}},
     ),
