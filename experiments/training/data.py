@@ -122,16 +122,12 @@ def load(
 
 
 def count(path: str | os.PathLike, limit: int = 0) -> int:
-    """Count the pictures to train on before any are held out, at most `limit`; 0: all. None is
+    """Count the pictures to train on, before any are held out, at most `limit`; 0: all. None is
     decoded. Raises as `load` does."""
     path = Path(path)
-    if path.is_dir() and not (path / "train.npz").is_file():
-        return len(decoding.list_folders(path, limit)[0])
-    file = path if path.is_file() else path / "train.npz"
-    if not file.is_file():
-        raise UserError(f"there is no file or folder {path}")
-    labels = _arrays(file)[-1]
-    found = npz.load(file, (labels,))[labels]
+    file = path / "train.npz" if path.is_dir() else path
+    labels = npz.load(file, ("labels", "arr_1")) if file.is_file() else {}
+    found = next(iter(labels.values())) if labels else _parts(path, 1, limit)[0][1]
     return min(found.size, limit or found.size)
 
 
@@ -173,21 +169,15 @@ def with_shifts(pictures: Dataset, count: int, seed: int) -> Dataset:
     return replace(pictures, train=train.reshape(-1, *train.shape[2:]), train_labels=labels)
 
 
-def _arrays(path: Path) -> tuple[str, ...]:
-    """Return which of `NPZ_ARRAYS` a file holds."""
-    held = npz.names(path)
-    for names in NPZ_ARRAYS:
-        if set(names) <= set(held):
-            return names
-    raise UserError(
-        f"{path} holds {some(sorted(held)) or 'nothing'}: it must hold data, offsets and"
-        " labels, or images and labels, or arr_0 and arr_1"
-    )
-
-
 def _read_npz(path: Path, image_size: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the first `limit` pictures in the wanted size, and their labels."""
-    names = _arrays(path)
+    held = npz.names(path)
+    names = next((names for names in NPZ_ARRAYS if set(names) <= set(held)), None)
+    if names is None:
+        raise UserError(
+            f"{path} holds {some(sorted(held)) or 'nothing'}: it must hold data, offsets and"
+            " labels, or images and labels, or arr_0 and arr_1"
+        )
     found = npz.load(path, names)
     *pictures, labels = (found[name] for name in names)
     _check(path, "labels", labels, labels.ndim == 1 and labels.dtype.kind in "iu", "integers [N]")

@@ -1,8 +1,7 @@
 """The loop of a training stage, and its folder: settings, history and resumable checkpoints.
 
     OUT/STAGE/settings.json     what the stage was started with
-    OUT/STAGE/history.jsonl     one JSON object per log step; history.csv: the same as a table
-    OUT/STAGE/events/           the same for TensorBoard (`curves.Events`)
+    OUT/STAGE/history.jsonl     one JSON object per log step; as curves history.csv and events/
     OUT/STAGE/checkpoints/N     Orbax checkpoint after N steps
     OUT/STAGE/records.json      sizes and checksums of their files, metrics not in the history
 
@@ -36,9 +35,8 @@ from varjax.storage.atomic import write_text
 SETTINGS, HISTORY, CHECKPOINTS = "settings.json", "history.jsonl", "checkpoints"
 RECORDS = "records.json"
 LARGEST_HISTORY = 2**30  # bytes
-SILENCE = 10  # seconds without a log line, after which a line says how far the stage is
-# (state, folder of the stage, step) -> path: draws a sheet of pictures (`sheets`)
-Draw = Callable[[dict, Path, int], Path]
+SILENCE = 10  # seconds without a line, after which one says how far the stage is
+Draw = Callable[[dict, Path, int], Path]  # (state, folder, step) -> a sheet of pictures (`sheets`)
 
 
 def check_folder(out: Path, settings: Mapping[str, Mapping]) -> None:
@@ -78,7 +76,7 @@ def check_folder(out: Path, settings: Mapping[str, Mapping]) -> None:
 
 
 class StageFolder(contextlib.AbstractContextManager):
-    """The files of one stage. As a context it closes the checkpoints and the events.
+    """The files of one stage. As a context it closes checkpoints and events.
 
     It creates the folder; `check_folder` must have passed before.
     """
@@ -101,7 +99,7 @@ class StageFolder(contextlib.AbstractContextManager):
     def __exit__(self, *error) -> None:
         self._manager.close()
         if self._events:
-            self._events.__exit__(*error)
+            self._events.close()
 
     def restore(self, like: dict) -> tuple[dict | None, int]:
         """Return the newest sound checkpoint and its steps; None and 0 without checkpoints.
@@ -166,8 +164,7 @@ class StageFolder(contextlib.AbstractContextManager):
         return self._records().get(str(step), {}).get("window", [])  # or a mean of fewer steps
 
     def keep_history(self, up_to: int) -> None:
-        """Drop entries of steps after `up_to`, and lines that are damaged or were cut short; the
-        curves go on from there."""
+        """Drop entries of steps after `up_to`, and lines that are damaged or were cut short."""
         if not hosts.is_first():
             return
         path, kept = self.path / HISTORY, []
@@ -176,20 +173,21 @@ class StageFolder(contextlib.AbstractContextManager):
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 kept += [line] if manifest.parse_json(line)["step"] <= up_to else []
         write_text(path, "".join(f"{line}\n" for line in kept))
-        self._events = curves.Events(self.path / curves.EVENTS, up_to)
+        self._events = curves.events(self.path / "events", up_to)
 
     def append_history(self, entry: Mapping) -> None:
-        """Add one line to the history, and to its curves."""
+        """Add one line to the history."""
         if hosts.is_first():
             with ordinary.opened(self.path / HISTORY, "ab") as file:
                 file.write(json.dumps(entry).encode() + b"\n")
-            self._events.add(entry)
+            for name, value in curves.scalars(entry).items() if self._events else ():
+                self._events.add_scalar(name, value, entry["step"])
 
     def write_table(self) -> None:
         """Write the history as history.csv."""
         if hosts.is_first():
             lines = ordinary.read_file(self.path / HISTORY, LARGEST_HISTORY).splitlines()
-            curves.write_csv(self.path / curves.CSV, lines)
+            curves.write_csv(self.path / "history.csv", lines)
 
 
 def run(
@@ -240,22 +238,40 @@ def _loop(
     draw: Draw | None,
 ) -> dict:
     """Run the steps. The last one logs, validates and saves whatever the intervals are."""
-    window, settings, clock = folder.window(start), stage.settings, _Clock(stage, start, quiet)
+    progress = Progress(stage.name, stage.steps, first=start)
+    last = spoke = progress.skip()
+    window, settings = folder.window(start), stage.settings
+    earlier = len(window)  # steps that are not timed: another run's, and those that compile
     for n in range(start, stage.steps):
-        state, metrics = clock.step(state, n)
+        if new := stage.phases.get(n, "a step" if n == start else ""):
+            say(f"{stage.name}: compiling {new}", quiet)
+            spoke = time.monotonic()
+        state, metrics = stage.step(state, n)
         window.append(metrics)
         done, final = n + 1, n + 1 == stage.steps
+        if new:
+            jax.block_until_ready(metrics)
+            earlier, last = len(window), progress.skip()
+            say(f"{stage.name}: compiled, with its first step, in {last - spoke:.1f} s", quiet)
+            spoke = last
         if final or done % settings.log_every == 0:
             means = _means(stage, window, done)
-            entry = {"step": done, **means, "images_per_second": clock.report(done, means)}
+            seconds = time.monotonic() - last
+            pace = round((len(window) - earlier) * stage.batch_size / seconds, 2)
+            say(progress.line(done, f"{_numbers(means)}  {pace:.1f} images/s"), quiet)
+            entry = {"step": done, **means, "images_per_second": pace}
             if final or done % settings.validate_every == 0:
                 entry["validation"] = stage.validate(state)
                 say(f"{stage.name} validation {_numbers(entry['validation'])}", quiet)
-            window = []
             folder.append_history(entry)
             if draw and settings.sample_every and (final or done % settings.sample_every == 0):
                 say(f"{stage.name}: see {draw(state, folder.path, done)}", quiet)
-            clock.restart()
+            window, earlier, last = [], 0, progress.skip()
+            spoke = last
+        elif time.monotonic() - spoke > SILENCE:
+            jax.block_until_ready(metrics)  # steps run behind
+            say(progress.line(done), quiet)
+            spoke = time.monotonic()
         stopped = stop.after_step() and not final
         if final or stopped or done % settings.checkpoint_every == 0:
             folder.save(done, state, jax.device_get(window))
@@ -263,47 +279,6 @@ def _loop(
         if stopped:
             raise Stopped(done, stage.steps, "steps", f"{stage.name}: ")
     return state
-
-
-class _Clock:
-    """Lines of progress, and the pace, for which only steps count that compile nothing."""
-
-    def __init__(self, stage: TrainingStage, start: int, quiet: bool):
-        self._stage, self._start, self._quiet = stage, start, quiet
-        self._progress = Progress(stage.name, stage.steps, first=start)
-        self.restart()
-
-    def restart(self) -> None:
-        """Leave out the time until now."""
-        self._timed, self._since = 0, time.monotonic()
-        self._spoke = self._since
-        self._progress.skip()
-
-    def step(self, state: dict, n: int) -> tuple[dict, Mapping]:
-        """Take a step. A line is printed where it compiles, and in long silences."""
-        stage, begun = self._stage, time.monotonic()
-        new = stage.phases.get(n, "a step" if n == self._start else "")
-        if new:
-            say(f"{stage.name}: compiling {new}", self._quiet)
-        state, metrics = stage.step(state, n)
-        self._timed += 1
-        if new:
-            jax.block_until_ready(metrics)
-            self.restart()
-            taken = f"compiled, with its first step, in {self._since - begun:.1f} s"
-            say(f"{stage.name}: {new}: {taken}", self._quiet)
-        elif time.monotonic() - self._spoke > SILENCE and (n + 1) % stage.settings.log_every:
-            jax.block_until_ready(metrics)  # steps run behind
-            self._spoke = time.monotonic()
-            say(self._progress.line(n + 1), self._quiet)
-        return state, metrics
-
-    def report(self, done: int, means: Mapping[str, float]) -> float:
-        """Print a log line, and return images per second since the last one."""
-        pace = self._timed * self._stage.batch_size / (time.monotonic() - self._since)
-        note = f"{_numbers(means)}  {pace:.1f} images/s"
-        say(self._progress.line(done, note), self._quiet)
-        return round(pace, 2)
 
 
 def _means(stage: TrainingStage, window: list[Mapping], done: int) -> dict[str, float]:

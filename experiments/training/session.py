@@ -190,19 +190,28 @@ def _train(
         given = partial(start.transformer_parameters, rows, settings.seed)
     made, quantizer = TRANSFORMERS[settings.family], getattr(codec, "quantizer", None)
     transformer_stage = made(settings, config, tokens, quantizer, mesh=mesh, given=given)
-    described = _description(settings, pictures)
-    samples = sheets.Samples(transformer_stage, codec, described) if drawn else None
-    state = loop.run(transformer_stage, out, quiet, draw=samples and samples.save)
+    transformer = parameters.abstract(transformer_stage.network, config)
+    described = _description(settings, pictures, transformer, codec)
+    draw = sheets.Samples(transformer_stage, codec, described).save if drawn else None
+    state = loop.run(transformer_stage, out, quiet, draw=draw)
     transformer = transformer_stage.model(hosts.gathered(state["ema"]))
     with processes.together():
         if hosts.is_first():
-            _save_model(settings, described, transformer, codec, out / MODEL)
+            dtype = jnp.dtype(settings.save_dtype)
+            parts = {"transformer": cast(transformer, dtype), "codec": cast(codec, dtype)}
+            family = registry.family(settings.family)
+            checkpoint.save(out / MODEL, family, parts, metadata=described, overwrite=True)
     return out / MODEL
 
 
-def _description(settings: TrainingSettings, pictures: data.Dataset) -> dict:
+def _description(
+    settings: TrainingSettings,
+    pictures: data.Dataset,
+    transformer: Transformer,
+    codec: ImageCodec,
+) -> dict:
     """Describe what is trained, with the sampling that is recommended for it."""
-    start = settings.start
+    start, parts = settings.start, {"transformer": transformer, "codec": codec}
     sampling = dict(SAMPLING[settings.family])
     sampling["top_k"] = min(sampling["top_k"], settings.vocab_size)
     if settings.family == "llamagen" and not settings.label_drop:  # no null class was trained
@@ -216,24 +225,9 @@ def _description(settings: TrainingSettings, pictures: data.Dataset) -> dict:
             "pictures": len(pictures.train) // (1 + settings.shifts),
             "shifts": settings.shifts,
             **({"init": start.digest} if start else {}),
+            "parameters": {name: parameters.count(part) for name, part in parts.items()},
         },
     }
     if pictures.class_names:
         described["class_names"] = list(pictures.class_names)
     return described
-
-
-def _save_model(
-    settings: TrainingSettings,
-    described: dict,
-    transformer: Transformer,
-    codec: ImageCodec,
-    model: Path,
-) -> None:
-    """Write the folder `model`."""
-    dtype = jnp.dtype(settings.save_dtype)
-    parts = {"transformer": cast(transformer, dtype), "codec": cast(codec, dtype)}
-    counts = {name: parameters.count(part) for name, part in parts.items()}
-    metadata = {**described, "training": {**described["training"], "parameters": counts}}
-    family = registry.family(settings.family)
-    checkpoint.save(model, family, parts, metadata=metadata, overwrite=True)

@@ -1,11 +1,11 @@
-"""Pictures that show how a training run is going: reconstructions of the codec, and samples that
-the transformer draws with its averaged weights."""
+"""Sheets of pictures that show how a training run is going: reconstructions, and samples."""
 
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from experiments.images import save_grid
@@ -17,9 +17,8 @@ from varjax.generation.generator import Generator
 from varjax.models.model import Model
 from varjax.storage.pictures import to_uint8
 
-PICTURES = 8  # of a sheet of reconstructions
-CLASSES, EACH = 8, 4  # of a sheet of samples: the most classes, and pictures of each
-BATCH = 8
+PICTURES = 8  # of a sheet of reconstructions, and the most classes of a sheet of samples
+EACH = 4  # samples of each class
 
 
 def possible(devices: int) -> bool:
@@ -28,10 +27,12 @@ def possible(devices: int) -> bool:
 
 
 def save_reconstructions(stage: VQVAEStage, state: dict, folder: Path, step: int) -> Path:
-    """Write reconstructions/STEP.png: validation pictures above, what the codec makes of them
-    below."""
+    """Write reconstructions/STEP.png: validation pictures above, and below what they become."""
     pairs = [pictures[:PICTURES] for pictures in stage.reconstructed(state)]
-    return _save(folder / "reconstructions", step, np.concatenate(pairs), columns=len(pairs[0]))
+    path = folder / "reconstructions" / f"{step:06}.png"
+    path.parent.mkdir(exist_ok=True)
+    save_grid(path, np.concatenate(pairs), columns=len(pairs[0]))
+    return path
 
 
 class Samples:
@@ -43,28 +44,20 @@ class Samples:
 
     def __init__(self, stage: TransformerStage, codec: ImageCodec, description: Mapping):
         self._stage, self._codec, self._description = stage, codec, description
-        classes = stage.config.num_classes
-        chosen = np.linspace(0, classes - 1, min(classes, CLASSES)).round().astype(int)
-        self._labels, self._program = [int(label) for label in chosen.repeat(EACH)], None
+        classes, self._program = stage.config.num_classes, None
+        chosen = np.linspace(0, classes - 1, min(classes, PICTURES)).round().astype(int)
+        self._labels = chosen.repeat(EACH).tolist()
 
     def save(self, state: dict, folder: Path, step: int) -> Path:
-        """Write a sheet with the state's averaged weights."""
-        # copies: a generator arranges weights as its program takes them
+        """Write a sheet that is drawn with the state's averaged weights."""
         parts = {"transformer": self._stage.model(state["ema"]), "codec": self._codec}
-        parts = jax.tree.map(lambda array: array.copy(), parts)
-        generator = Generator(Model("training", parts, self._description), batch_size=BATCH)
+        parts = jax.tree.map(jnp.copy, parts)  # a generator arranges its weights in its own way
+        generator = Generator(Model("training", parts, self._description), batch_size=PICTURES)
         generator.program = self._program
         images = to_uint8(generator(labels=self._labels))
         self._program = generator.program
         names = self._description.get("class_names") or range(self._stage.config.num_classes)
-        captions = [str(names[label]) for label in self._labels]
-        return _save(folder / "samples", step, images, captions, columns=EACH)
-
-
-def _save(
-    folder: Path, step: int, images: np.ndarray, captions: list[str] | None = None, *, columns: int
-) -> Path:
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{step:06}.png"
-    save_grid(path, images, captions, columns)
-    return path
+        path = folder / "samples" / f"{step:06}.png"
+        path.parent.mkdir(exist_ok=True)
+        save_grid(path, images, [str(names[label]) for label in self._labels], EACH)
+        return path

@@ -30,7 +30,6 @@ WRONG = {
     "no out": (["--out="], "--out= is empty"),
     "other family": (["--settings=dropout=0.2"], "dropout=0.2 is for family=llamagen only"),
     "preset": (["--preset=small"], "preset=small is for 1000 pictures or more, and there are 64: "),
-    "preset of a part": (["--preset=tiny", "--max_images=19"], "and there are 19: give more"),
     "preset of nothing": (["--preset=tiny", "--data=nowhere"], "no file or folder nowhere"),
     "preset of init": (["--preset=tiny", "--init=demo"], "sizes are those of init: leave one out"),
     "init": (["--init=nowhere"], "nowhere"),
