@@ -23,11 +23,13 @@ CAPTION_HEIGHT = CAPTION_LINES * LINE_HEIGHT + 2
 MARGIN = 4  # pixels of white after a caption, before that of the next tile
 
 
-def grid(images: UInt8[np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "height width 3"]:
-    """Lays the images row by row on white, `GAP` pixels apart, in the smallest number of columns
+def grid(
+    images: UInt8[np.ndarray, "N H W 3"], columns: int | None = None
+) -> UInt8[np.ndarray, "height width 3"]:
+    """Lays the images row by row on white, `GAP` pixels apart. columns: None: the smallest number
     that makes the grid at least as wide as high, in tiles."""
     count, height, width, _ = images.shape
-    columns = math.ceil(math.sqrt(count))
+    columns = columns or math.ceil(math.sqrt(count))
     rows = -(-count // columns)
     shape = (rows * (height + GAP) - GAP, columns * (width + GAP) - GAP, 3)
     canvas = np.full(shape, 255, np.uint8)
@@ -42,6 +44,7 @@ def save_grid(
     images: UInt8[np.ndarray, "N H W 3"],
     labels: Sequence[str] | None = None,
     title: str = "",
+    columns: int | None = None,
 ) -> None:
     """Writes the grid of `images` as PNG, each with its label (class name, prompt) below if given.
 
@@ -51,7 +54,7 @@ def save_grid(
     if labels is not None:
         strips = np.stack([_caption(str(text), images.shape[2]) for text in labels])
         images = np.concatenate([images, strips], axis=1)
-    made = grid(images)
+    made = grid(images, columns)
     if title:
         made = np.concatenate([_caption(title, made.shape[1]), made])
     with new_file(path) as file:

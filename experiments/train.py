@@ -1,6 +1,6 @@
 """Train an image codec and a class-conditional transformer on a folder of pictures.
 
-    python -m experiments.train --stage=both --data=PICTURES --out=RUN
+    python -m experiments.train --preset=tiny --data=PICTURES --out=RUN
     python -m experiments.train --family=llamagen --data=PICTURES --out=RUN
     python -m experiments.run --checkpoint=RUN/model
 
@@ -14,6 +14,7 @@ and the finished model to RUN/model. What to choose: docs/howto/train.md.
 """
 
 import dataclasses
+import shlex
 
 import jax
 
@@ -22,14 +23,16 @@ from experiments.cli import command_line
 from experiments.cli.flags import CommandFlags, about
 from experiments.flags.distributed import DistributedFlag
 from experiments.generation import environment
-from experiments.training import fine_tuning, session
+from experiments.output import say
+from experiments.training import data, fine_tuning, session
 from experiments.training.mesh import TrainingMesh
+from experiments.training.presets import PRESETS, preset
 from experiments.training.settings import FAMILIES, TrainingSettings, shown
 from varjax.core.errors import UserError
 from varjax.generation import hosts
 
 FLAGS = CommandFlags(
-    "--family=var --stage=both --data=PICTURES --out=RUN", "data out family stage", compiles=True
+    "--preset=tiny --data=PICTURES --out=RUN", "data out preset family stage", compiles=True
 )
 
 
@@ -47,6 +50,14 @@ INIT = FLAGS.string(
     "demo-eight or demo-llamagen. Family and sizes are its own. Without --stage only its "
     "transformer is trained; defaults are then "
     f"{', '.join(f'--{n}={v}' for n, v in fine_tuning.DEFAULTS.items())}.",
+)
+PRESET = FLAGS.enum(
+    "preset",
+    None,
+    PRESETS,
+    "Sizes, steps and rates by the number of pictures and the device; flags that are given come "
+    f"first. For {', '.join(f'{one.least} ({name})' for name, one in PRESETS.items())} pictures or "
+    "more.",
 )
 OUT = FLAGS.string("out", None, "Folder of the run, new or to be resumed.", required=True)
 MESH = FLAGS.string(
@@ -99,9 +110,27 @@ def read_settings() -> TrainingSettings:
             except ValueError:
                 text = f"{name}={','.join(value)} is not valid"
                 raise UserError(f"{text}: it must be integers separated by commas") from None
+    if PRESET.value is not None:
+        values = _preset(values) | values
     if INIT.value is not None:
         return fine_tuning.settings(INIT.value, **values)
     return TrainingSettings.for_family(**values)
+
+
+def _preset(given: dict) -> dict:
+    """Return the preset's settings, and print those that are not given."""
+    if INIT.value is not None:
+        raise UserError(f"preset={PRESET.value} given, but sizes are those of init: leave one out")
+    if not given.get("data"):
+        return {}  # which is refused
+    pictures, platform = (
+        data.count(given["data"], given.get("max_images", 0)),
+        jax.default_backend(),
+    )
+    found = preset(PRESET.value, given.get("family", "var"), pictures, platform)
+    own = ",".join(f"{n}={shown(v)}" for n, v in found.items() if n not in given)
+    say(f"preset={PRESET.value} for {pictures} pictures on {platform}: {own}", QUIET.value)
+    return found
 
 
 def main(argv: list[str]) -> None:
@@ -117,6 +146,8 @@ def main(argv: list[str]) -> None:
     model = session.train(settings, stage, OUT.value, QUIET.value, mesh)
     if hosts.is_first():
         print(model or f"{OUT.value}/vqvae: codec trained; continue with --stage=var")
+    if model and stage != "classifier":
+        say(f"next: python -m experiments.run --checkpoint={shlex.quote(str(model))}", QUIET.value)
 
 
 _define_flags()

@@ -121,6 +121,16 @@ def load(
     return Dataset(train, train_labels, val, val_labels, len(names) or top, names)
 
 
+def count(path: str | os.PathLike, limit: int = 0) -> int:
+    """Count the pictures to train on, before any are held out, at most `limit`; 0: all. None is
+    decoded. Raises as `load` does."""
+    path = Path(path)
+    file = path / "train.npz" if path.is_dir() else path
+    labels = npz.load(file, ("labels", "arr_1")) if file.is_file() else {}
+    found = next(iter(labels.values())) if labels else _parts(path, 1, limit)[0][1]
+    return min(found.size, limit or found.size)
+
+
 def _parts(path: Path, image_size: int, limit: int) -> tuple[list[tuple], tuple[str, ...]]:
     """Return [(pictures, labels)], for training and for validation if there is such a set, and the
     names of classes. Pictures of class folders are names of files."""

@@ -128,6 +128,7 @@ class Learner:
     start: np.ndarray
     settings: LearnerSettings
     mesh: TrainingMesh = field(default=TrainingMesh())
+    phases: ClassVar[Mapping[int, str]] = {}
 
     name = property(attrgetter("settings.name"))
     steps = property(attrgetter("settings.steps"))

@@ -1,7 +1,7 @@
 """The loop of a training stage, and its folder: settings, history and resumable checkpoints.
 
     OUT/STAGE/settings.json     what the stage was started with
-    OUT/STAGE/history.jsonl     one JSON object per log step
+    OUT/STAGE/history.jsonl     one JSON object per log step; as curves history.csv and events/
     OUT/STAGE/checkpoints/N     Orbax checkpoint after N steps
     OUT/STAGE/records.json      sizes and checksums of their files, metrics not in the history
 
@@ -15,7 +15,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -24,6 +24,7 @@ import orbax.checkpoint as ocp
 from experiments import processes
 from experiments.output import say
 from experiments.processes import Stopped
+from experiments.training import curves
 from experiments.training.stage import TrainingStage
 from varjax.core.errors import UserError, some
 from varjax.generation import hosts
@@ -34,6 +35,8 @@ from varjax.storage.atomic import write_text
 SETTINGS, HISTORY, CHECKPOINTS = "settings.json", "history.jsonl", "checkpoints"
 RECORDS = "records.json"
 LARGEST_HISTORY = 2**30  # bytes
+SILENCE = 10  # seconds without a line, after which one says how far the stage is
+Draw = Callable[[dict, Path, int], Path]  # (state, folder, step) -> a sheet of pictures (`sheets`)
 
 
 def check_folder(out: Path, settings: Mapping[str, Mapping]) -> None:
@@ -73,7 +76,7 @@ def check_folder(out: Path, settings: Mapping[str, Mapping]) -> None:
 
 
 class StageFolder(contextlib.AbstractContextManager):
-    """The files of one stage. As a context it closes the checkpoints.
+    """The files of one stage. As a context it closes checkpoints and events.
 
     It creates the folder; `check_folder` must have passed before.
     """
@@ -81,6 +84,7 @@ class StageFolder(contextlib.AbstractContextManager):
     def __init__(self, out: str | os.PathLike, stage: str, settings: Mapping):
         self.path = Path(out).absolute() / stage
         self._checkpoints = self.path / CHECKPOINTS
+        self._events = None
         self._advice = f"to train this stage from its start, remove {self.path}"
         with processes.together():
             if hosts.is_first():
@@ -94,6 +98,8 @@ class StageFolder(contextlib.AbstractContextManager):
 
     def __exit__(self, *error) -> None:
         self._manager.close()
+        if self._events:
+            self._events.close()
 
     def restore(self, like: dict) -> tuple[dict | None, int]:
         """Return the newest sound checkpoint and its steps; None and 0 without checkpoints.
@@ -167,22 +173,37 @@ class StageFolder(contextlib.AbstractContextManager):
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 kept += [line] if manifest.parse_json(line)["step"] <= up_to else []
         write_text(path, "".join(f"{line}\n" for line in kept))
+        self._events = curves.events(self.path / "events", up_to)
 
     def append_history(self, entry: Mapping) -> None:
         """Add one line to the history."""
         if hosts.is_first():
             with ordinary.opened(self.path / HISTORY, "ab") as file:
                 file.write(json.dumps(entry).encode() + b"\n")
+            for name, value in curves.scalars(entry).items() if self._events else ():
+                self._events.add_scalar(name, value, entry["step"])
+
+    def write_table(self) -> None:
+        """Write the history as history.csv."""
+        if hosts.is_first():
+            lines = ordinary.read_file(self.path / HISTORY, LARGEST_HISTORY).splitlines()
+            curves.write_csv(self.path / "history.csv", lines)
 
 
 def run(
-    stage: TrainingStage, out: str | os.PathLike, quiet: bool = False, *, goes_on: bool = False
+    stage: TrainingStage,
+    out: str | os.PathLike,
+    quiet: bool = False,
+    *,
+    goes_on: bool = False,
+    draw: Draw | None = None,
 ) -> dict:
     """Train a stage to its last step in `out`, from its newest checkpoint if there is one.
     `Stopped` if the system asked to end, by SIGTERM: a checkpoint is written. `UserError` if the
     loss has become NaN or infinite: the last checkpoint stays.
 
     goes_on: another stage follows, so that who asks during the last step wants that one not begun.
+    draw: draws a sheet every `sample_every` steps, and after the last one.
 
     Returns the final state.
     """
@@ -196,11 +217,12 @@ def run(
         if start:
             say(f"{stage.name}: resuming after step {start} of {stage.steps}", quiet)
         else:
+            say(f"{stage.name}: {stage.steps} steps of {stage.batch_size} pictures", quiet)
             state = stage.first_state()
         processes.wait()  # before files change that the others read
         folder.keep_history(start)
         with processes.Stop(start) as stop, hosts.answering():
-            state = _loop(stage, folder, state, start, quiet, stop)
+            state = _loop(stage, folder, state, start, quiet, stop, draw)
             if goes_on and stop.after_step():
                 raise Stopped(stage.steps, stage.steps, "steps", f"{stage.name}: ")
             return state
@@ -213,15 +235,25 @@ def _loop(
     start: int,
     quiet: bool,
     stop: processes.Stop,
+    draw: Draw | None,
 ) -> dict:
     """Run the steps. The last one logs, validates and saves whatever the intervals are."""
-    last, progress = time.monotonic(), Progress(stage.name, stage.steps, first=start)
+    progress = Progress(stage.name, stage.steps, first=start)
+    last = spoke = progress.skip()
     window, settings = folder.window(start), stage.settings
-    earlier = len(window)  # steps that another run has made
+    earlier = len(window)  # steps that are not timed: another run's, and those that compile
     for n in range(start, stage.steps):
+        if new := stage.phases.get(n, "a step" if n == start else ""):
+            say(f"{stage.name}: compiling {new}", quiet)
+            spoke = time.monotonic()
         state, metrics = stage.step(state, n)
         window.append(metrics)
         done, final = n + 1, n + 1 == stage.steps
+        if new:
+            jax.block_until_ready(metrics)
+            earlier, last = len(window), progress.skip()
+            say(f"{stage.name}: compiled, with its first step, in {last - spoke:.1f} s", quiet)
+            spoke = last
         if final or done % settings.log_every == 0:
             means = _means(stage, window, done)
             seconds = time.monotonic() - last
@@ -231,11 +263,19 @@ def _loop(
             if final or done % settings.validate_every == 0:
                 entry["validation"] = stage.validate(state)
                 say(f"{stage.name} validation {_numbers(entry['validation'])}", quiet)
-            window, earlier, last = [], 0, time.monotonic()
             folder.append_history(entry)
+            if draw and settings.sample_every and (final or done % settings.sample_every == 0):
+                say(f"{stage.name}: see {draw(state, folder.path, done)}", quiet)
+            window, earlier, last = [], 0, progress.skip()
+            spoke = last
+        elif time.monotonic() - spoke > SILENCE:
+            jax.block_until_ready(metrics)  # steps run behind
+            say(progress.line(done), quiet)
+            spoke = time.monotonic()
         stopped = stop.after_step() and not final
         if final or stopped or done % settings.checkpoint_every == 0:
             folder.save(done, state, jax.device_get(window))
+            folder.write_table()
         if stopped:
             raise Stopped(done, stage.steps, "steps", f"{stage.name}: ")
     return state

@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments import processes
 from experiments.output import say
-from experiments.training import data, loop
+from experiments.training import data, loop, sheets
 from experiments.training.classifier_trainer import ClassifierStage
 from experiments.training.mesh import TrainingMesh
 from experiments.training.settings import TrainingSettings
@@ -166,11 +166,12 @@ def _train(
     """Train codec and transformer (`train`) in a folder that this process holds."""
     pictures = data.with_shifts(pictures, settings.shifts, settings.seed)
     config = settings.transformer(pictures.num_classes)  # raises before the codec is trained
-    start, given = settings.start, None
+    start, given, drawn = settings.start, None, sheets.possible(mesh.size)
     if "vqvae" in trained:
         codec_given = (lambda: parameters.named(start.load("codec"))) if start else None
         codec_stage = VQVAEStage(settings, settings.codec, pictures, mesh=mesh, given=codec_given)
-        state = loop.run(codec_stage, out, quiet, goes_on=stage != "vqvae")
+        draw = partial(sheets.save_reconstructions, codec_stage) if drawn else None
+        state = loop.run(codec_stage, out, quiet, goes_on=stage != "vqvae", draw=draw)
         codec = codec_stage.model(hosts.gathered(state["ema"]))
     else:
         with processes.together():
@@ -189,29 +190,34 @@ def _train(
         given = partial(start.transformer_parameters, rows, settings.seed)
     made, quantizer = TRANSFORMERS[settings.family], getattr(codec, "quantizer", None)
     transformer_stage = made(settings, config, tokens, quantizer, mesh=mesh, given=given)
-    state = loop.run(transformer_stage, out, quiet)
+    transformer = parameters.abstract(transformer_stage.network, config)
+    described = _description(settings, pictures, transformer, codec)
+    draw = sheets.Samples(transformer_stage, codec, described).save if drawn else None
+    state = loop.run(transformer_stage, out, quiet, draw=draw)
     transformer = transformer_stage.model(hosts.gathered(state["ema"]))
     with processes.together():
         if hosts.is_first():
-            _save_model(settings, pictures, transformer, codec, out / MODEL)
+            dtype = jnp.dtype(settings.save_dtype)
+            parts = {"transformer": cast(transformer, dtype), "codec": cast(codec, dtype)}
+            family = registry.family(settings.family)
+            checkpoint.save(out / MODEL, family, parts, metadata=described, overwrite=True)
     return out / MODEL
 
 
-def _save_model(
+def _description(
     settings: TrainingSettings,
     pictures: data.Dataset,
     transformer: Transformer,
     codec: ImageCodec,
-    model: Path,
-) -> None:
-    """Write the folder `model` with the sampling that is recommended for what was trained."""
-    dtype, start = jnp.dtype(settings.save_dtype), settings.start
-    parts = {"transformer": cast(transformer, dtype), "codec": cast(codec, dtype)}
+) -> dict:
+    """Describe what is trained, with the sampling that is recommended for it."""
+    start, parts = settings.start, {"transformer": transformer, "codec": codec}
     sampling = dict(SAMPLING[settings.family])
     sampling["top_k"] = min(sampling["top_k"], settings.vocab_size)
     if settings.family == "llamagen" and not settings.label_drop:  # no null class was trained
         sampling["cfg"] = 1.0
-    metadata = {
+    described = {
+        "family": settings.family,
         "sampling": start.description.get("sampling", sampling) if start else sampling,
         "training": {
             "vqvae_steps": settings.vqvae_steps,
@@ -223,6 +229,5 @@ def _save_model(
         },
     }
     if pictures.class_names:
-        metadata["class_names"] = list(pictures.class_names)
-    family = registry.family(settings.family)
-    checkpoint.save(model, family, parts, metadata=metadata, overwrite=True)
+        described["class_names"] = list(pictures.class_names)
+    return described

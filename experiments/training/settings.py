@@ -98,6 +98,13 @@ class TrainingSettings:
     checkpoint_every: int = _flag(200, "steps from one checkpoint to the next", (), _least(1))
     validate_every: int = _flag(500, "steps from one validation to the next", (), _least(1))
 
+    sample_every: int = _flag(
+        500,
+        "steps from one sheet of samples, or of reconstructions, to the next; 0 = none",
+        (),
+        _least(0),
+    )
+
     family: str = _flag("var", "what is trained: var (VQVAE, VAR) or llamagen (VQ, LlamaGen)")
     data: str = _flag("", "folder or .npz file of pictures", ALL)
     image_size: int = _flag(64, "side of the pictures in pixels", ALL)
@@ -193,7 +200,7 @@ class TrainingSettings:
                     f"{f.name}={shown(value)} is for family={family} only: leave it out with"
                     f" family={self.family}"
                 )
-        for name in ("checkpoint_every", "validate_every"):
+        for name in ("checkpoint_every", "validate_every", "sample_every"):
             if getattr(self, name) % self.log_every:  # a resumed log line would average other steps
                 raise UserError(
                     f"{name}={getattr(self, name)} must be a multiple of log_every={self.log_every}"

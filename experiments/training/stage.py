@@ -54,6 +54,7 @@ class TrainingStage:
     name: ClassVar[str]
     part: ClassVar[str]  # which part of the model is trained: "codec" or "transformer"
     ema: ClassVar[float]  # decay of the averaged weights
+    phases: ClassVar[Mapping[int, str]] = {}  # steps for which another program is compiled
 
     @property
     def network(self) -> type[nnx.Module]:

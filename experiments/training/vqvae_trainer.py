@@ -26,6 +26,7 @@ from jaxtyping import Array, Float
 from experiments.training.data import to_float
 from experiments.training.stage import TrainingStage, adamw, descend, learning_rate, whole_batches
 from varjax.codecs.autoencoder import ImageCodec
+from varjax.storage.pictures import to_uint8
 
 CODES = "embedding"  # the end of the name of the codes among the parameters
 VECTORS_PER_CODE, ROUNDS = 16, 12  # of k-means
@@ -43,6 +44,11 @@ class VQVAEStage(TrainingStage):
     def optimizer(self) -> optax.GradientTransformation:
         rate = learning_rate(self.settings.vqvae_lr, self.steps, warm_up=20, flat_until=0.5)
         return adamw(rate, b2=0.99, clip=1.0)
+
+    @property
+    def phases(self) -> dict[int, str]:
+        """Return {step: what is compiled for it and those after it}."""
+        return {0: "the autoencoder", self.settings.autoencoder_steps: "the quantised codec"}
 
     def state_of(self, params: Mapping) -> dict:
         """Add `usage` [V], how often each code was used since codes were last moved."""
@@ -67,7 +73,7 @@ class VQVAEStage(TrainingStage):
         errors, usage = [], 0
         for rows in whole_batches(len(pictures), self.batch_size):
             (images,) = self.spread(to_float(pictures[rows]))
-            found, used = self._reconstruction_error(codec, images)
+            _, found, used = self._reconstruct(codec, images)
             errors.append(found)
             usage = usage + used
         errors, usage = jax.device_get((errors, usage))
@@ -78,6 +84,13 @@ class VQVAEStage(TrainingStage):
             "codes_used": int((usage > 0).sum()),
             "perplexity": float(perplexity(jnp.asarray(usage))),
         }
+
+    def reconstructed(self, state: dict) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first batch of validation and its reconstructions, both uint8 [B, S, S, 3]."""
+        pictures = self.data.val[: self.settings.max_validation]
+        pictures = pictures[next(iter(whole_batches(len(pictures), self.batch_size)))]
+        made, *_ = self._reconstruct(self.model(state["ema"]), *self.spread(to_float(pictures)))
+        return pictures, to_uint8((np.asarray(made) + 1) / 2)
 
     def _pixels(self, n: int) -> jax.Array | np.ndarray:
         return self.spread(to_float(self.images(n)[0]))[0]
@@ -133,13 +146,15 @@ class VQVAEStage(TrainingStage):
         return self.kept(_with_codes(state, codes, moved))
 
     @functools.partial(jax.jit, static_argnums=0)
-    def _reconstruction_error(self, codec: ImageCodec, images):
-        """Return mean squared and absolute error of pixels in [0, 1], [2, B], and the usage [V]."""
+    def _reconstruct(self, codec: ImageCodec, images):
+        """Return reconstructions [B, S, S, 3], mean squared and absolute error of pixels in [0, 1],
+        [2, B], and the usage [V]."""
         tokens = codec.images_to_tokens(images)
-        difference = (codec.tokens_to_images(tokens) - images) / 2
+        made = codec.tokens_to_images(tokens)
+        difference = (made - images) / 2
         errors = jnp.stack([jnp.square(difference), jnp.abs(difference)]).mean((2, 3, 4))
         usage = jnp.zeros(self.config.vocab_size).at[tokens.reshape(-1)].add(1)
-        return self.seen((errors, usage))
+        return self.seen((made, errors, usage))
 
 
 def _with_codes(state: Mapping, codes, moved) -> dict:

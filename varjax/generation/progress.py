@@ -68,6 +68,11 @@ class Progress:
             line += f", about {show_seconds((self.total - done) * seconds / count)} left"
         return f"{line}  {note}" if note else line
 
+    def skip(self) -> float:
+        """Leave the time since the last report, as of compiling, out of estimates; return now."""
+        self.last = (now := time.monotonic()) - self.start, self.last[1]
+        return now
+
     def note(self, message: str) -> None:
         """Print one line outside the count, for example that a compilation started, in the first
         process."""

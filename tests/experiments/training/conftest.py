@@ -84,6 +84,7 @@ def shared_tiny(tmp_path_factory):
 def _settings(pictures: pathlib.Path, **changes) -> TrainingSettings:
     values = dict(
         data=str(pictures),
+        sample_every=0,
         image_size=8,
         patch_nums=(1, 2, 4),
         vocab_size=32,

@@ -29,6 +29,9 @@ WRONG = {
     "classifier": (["--stage=classifier", "--image_size=64"], "classifier_batch_size=64 given"),
     "no out": (["--out="], "--out= is empty"),
     "other family": (["--settings=dropout=0.2"], "dropout=0.2 is for family=llamagen only"),
+    "preset": (["--preset=small"], "preset=small is for 1000 pictures or more, and there are 64: "),
+    "preset of nothing": (["--preset=tiny", "--data=nowhere"], "no file or folder nowhere"),
+    "preset of init": (["--preset=tiny", "--init=demo"], "sizes are those of init: leave one out"),
     "init": (["--init=nowhere"], "nowhere"),
     "size of init": (
         ["--init=demo", "--settings=depth=9"],
@@ -70,6 +73,19 @@ def test_flags_become_settings(pictures, tmp_path, seen, capsys):
     assert (settings.shared_aln, settings.depth, stage, quiet) == (False, 4, "vqvae", False)
     assert out == f"{tmp_path}/x" and settings.log_every == 20 and mesh.size == 1
     assert "continue with --stage=var" in capsys.readouterr().out
+
+
+def test_a_preset_comes_after_flags(pictures, tmp_path, seen, capsys):
+    """It prints what it decides, and says how to draw with what was trained."""
+    flags = [f"--data={pictures}", f"--out={tmp_path}/x", "--preset=tiny"]
+    assert _run(*flags, "--settings=depth=2,var_steps=500") == 0 and _run(*flags) == 0
+    assert [(s.depth, s.var_steps, s.vqvae_steps, s.ch) for s, *_ in seen] == [
+        (2, 500, 400, 32),
+        (4, 400, 400, 32),
+    ]
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("preset=tiny for 64 pictures on cpu: ch=32,") and len(said) == 2
+    assert "var_steps=500" not in said[0] and "var_steps=400" in said[1]
 
 
 def test_init_has_defaults_of_its_own(pictures, tmp_path, seen, capsys):

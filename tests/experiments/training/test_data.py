@@ -31,6 +31,7 @@ def test_arrays(tmp_path, discs, keys):
     np.savez(tmp_path / "x.npz", **dict(zip(keys, (images, labels), strict=True)))
     splits = data.load(tmp_path / "x.npz", 8, val_fraction=0.25)
     assert (len(splits.train), len(splits.val), splits.num_classes) == (15, 5, 4)
+    assert data.count(tmp_path / "x.npz") == 20 and data.count(tmp_path / "x.npz", 7) == 7
     both = np.concatenate([splits.train, splits.val])
     assert sorted(x.tobytes() for x in both) == sorted(x.tobytes() for x in images)
     chex.assert_type(splits.train, np.uint8)
@@ -47,7 +48,7 @@ def test_packed_files(tmp_path, discs):
     chex.assert_trees_all_equal(splits.train, discs(9, seed=9)[0])
     chex.assert_trees_all_equal(splits.val_labels, discs(3, seed=3)[1])
     assert splits.class_names == tuple("abcde") and splits.num_classes == 5
-    assert len(data.load(tmp_path, 8, max_images=4).train) == 4
+    assert len(data.load(tmp_path, 8, max_images=4).train) == 4 == data.count(tmp_path, 4)
 
 
 def test_class_folders(tmp_path):

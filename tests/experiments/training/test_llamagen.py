@@ -27,6 +27,7 @@ TINY = {
         "log_every": 4,
         "checkpoint_every": 12,
         "validate_every": 12,
+        "sample_every": 0,
     },
 }
 

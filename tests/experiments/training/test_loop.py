@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from unittest.mock import Mock, call
 
 import jax.numpy as jnp
 import numpy as np
@@ -95,6 +96,25 @@ def test_damaged_lines_of_the_history(stage):
     with loop.StageFolder(stage.parent, "var", {}) as folder:
         folder.keep_history(4)
     assert (stage / loop.HISTORY).read_text() == '{"step": 2}\n{"step": 4}\n'
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_curves(stage, monkeypatch, there):
+    """A table with a column for every number. Events begin after the checkpoint that a run goes on
+    from; without tensorboardX there are none."""
+    seen = Mock()
+    monkeypatch.setitem(sys.modules, "tensorboardX", seen if there else None)
+    (stage / loop.HISTORY).write_bytes(b'{"step": 2, "loss": 0.5}\n{"step": 4}\n')
+    with loop.StageFolder(stage.parent, "var", {}) as folder:
+        folder.keep_history(2)
+        folder.append_history({"step": 3, "validation": {"parts": [3, 1]}})
+        folder.write_table()
+    table = "step,loss,validation/parts/1,validation/parts/2\n2,0.5,,\n3,,3,1\n"
+    assert (stage / "history.csv").read_text() == table
+    add, named = call.SummaryWriter().add_scalar, call.SummaryWriter
+    parts = [add(f"validation/parts/{i}", value, 3) for i, value in ((1, 3), (2, 1))]
+    made = [named(stage / "events", purge_step=3), add("step", 3, 3), *parts]
+    assert seen.mock_calls == ([*made, named().close()] if there else [])
 
 
 def test_checkpoints_without_settings(stage, tiny):

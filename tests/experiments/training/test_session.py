@@ -1,5 +1,6 @@
 """Whole runs of a tiny model: losses fall, killed runs resume exactly, bad folders are refused."""
 
+import csv
 import json
 import os
 import shutil
@@ -12,15 +13,17 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from experiments.training import loop, session
+from experiments import images
+from experiments.training import data, loop, session, sheets
 from experiments.training.var_trainer import VARStage
 from experiments.training.vqvae_trainer import VQVAEStage
 from tests.experiments.training.conftest import dies_at, history
 from varjax.core.errors import UserError
 from varjax.models import registry
 from varjax.storage import checkpoint
+from varjax.storage.pictures import read_picture
 
-EVERY = {"log_every": 2, "checkpoint_every": 16, "validate_every": 20}
+EVERY = {"log_every": 2, "checkpoint_every": 16, "validate_every": 20, "sample_every": 20}
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +39,8 @@ def whole(shared_tiny, tmp_path_factory):
         ):
             counted = chex.assert_max_traces(getattr(programs, function), n=2)
             patch.setattr(programs, function, counted)
+        once = chex.assert_max_traces(sheets.Generator.compile, n=1)
+        patch.setattr(sheets.Generator, "compile", once)
         assert session.train(settings, "vqvae", out, quiet=True) is None
         return settings, out, session.train(settings, "var", out, quiet=True)
 
@@ -52,6 +57,27 @@ def test_losses_fall_and_the_model_loads(whole):
     parts, described = checkpoint.load(model, registry.CATALOGUE)
     assert parts["codec"].config == settings.codec and described["sampling"]["top_k"] == 32
     assert parts["transformer"].config == settings.transformer(4)
+
+
+def test_a_run_shows_itself(whole):
+    """Originals lie above their reconstructions, and a class has a row of samples. The second sheet
+    is drawn with later weights. The history is a table, too."""
+    settings, out, _ = whole
+    drawn = {}
+    for name in ("vqvae/reconstructions", "var/samples"):
+        files = sorted((out / name).iterdir())
+        assert [file.name for file in files] == ["000020.png", "000040.png"]
+        drawn[name] = [read_picture(file, file.name) for file in files]
+        assert (drawn[name][0] != drawn[name][1]).any()
+    held = data.load(settings.data, 8).val
+    above, below = drawn["vqvae/reconstructions"][1][:8], drawn["vqvae/reconstructions"][1][-8:]
+    np.testing.assert_array_equal(above, images.grid(held, columns=len(held)))
+    assert np.abs(above.astype(int) - below).mean() < 70 and (above != below).any()
+    assert drawn["var/samples"][1].shape[0] == 4 * (8 + images.CAPTION_HEIGHT + 2) - 2
+    with open(out / "vqvae" / "history.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(2, 41, 2))
+    assert float(rows[-1]["validation/psnr"]) > 9 and rows[-2]["validation/psnr"] == ""
 
 
 def test_killed_run_resumes_exactly(whole, tmp_path, capsys):
