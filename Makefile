@@ -2,7 +2,8 @@
 # make page    a page and an API on http://127.0.0.1:7860/ (docs/howto/serve.md)
 # make test    the default test suite (no GPU, no TPU, no network)
 # make test-all    the same with the tests that take minutes
-# make lint    ruff
+# make lint    ruff, and types of the core and the public API
+# make docs    these pages and the API as a site, build/site/index.html
 # make chip    draw published models (on a CPU small ones), times by kernel into results/chip-TIME.jsonl
 # make aot-venv   .venv-aot, where experiments.aot compiles for GPUs and TPUs that are not here
 # make clean   remove .venv, .venv-aot and caches; results/ stays
@@ -27,11 +28,12 @@ tag := $(subst $(comma),-,$(more))
 for_demo := .venv/.installed-demo$(tag)
 for_page := .venv/.installed-page$(tag)
 for_test := .venv/.installed-test$(tag)
+for_docs := .venv/.installed-docs$(tag)
 for_aot := .venv-aot/.installed$(tag)
 pip := $(bin)/python -m pip install --quiet --disable-pip-version-check
 pip_aot := .venv-aot/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo page test test-all lint chip aot-venv clean interpreter
+.PHONY: demo page test test-all lint docs chip aot-venv clean interpreter
 
 demo: $(for_demo)
 	$(bin)/python -m experiments.run --policy=headkv --compare $(ARGS)
@@ -48,6 +50,13 @@ test-all: test
 lint: $(for_test)
 	$(bin)/python -m ruff check .
 	$(bin)/python -m ruff format --check .
+	$(bin)/basedpyright
+
+# Pages are copied as they lie, so that links between them hold; those to other places fail.
+docs: $(for_docs)
+	rm -rf build/pages && mkdir -p build/pages
+	tar -c *.md docs varjax/core/README.md ported_weights/*/README.md | tar -x -C build/pages
+	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --strict --config-file .ci/mkdocs.yml
 
 # EXTRAS=gpu or EXTRAS=tpu
 chip: $(for_demo)
@@ -75,6 +84,11 @@ $(for_page): .venv/.interpreter pyproject.toml
 $(for_test): .venv/.interpreter pyproject.toml
 	@echo "installing varjax[eval,port,dev$(more)] into .venv"
 	$(pip) --editable '.[eval,port,dev$(more)]'
+	@touch $@
+
+$(for_docs): .venv/.interpreter pyproject.toml
+	@echo "installing varjax[docs$(more)] into .venv"
+	$(pip) --editable '.[docs$(more)]'
 	@touch $@
 
 # Of its own: with JAX's CUDA plugin in .venv every command would look for a GPU. EXTRAS=eval,port,dev

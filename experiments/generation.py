@@ -137,9 +137,16 @@ class Generation:
         return load_weights(self.model, self.program.dtype, on_disk=several)
 
     def generator(
-        self, model: Model, plan: CachePlan, kv_dtype: str, *, keep_logits: bool
+        self,
+        model: Model,
+        plan: CachePlan,
+        kv_dtype: str,
+        *,
+        keep_logits: bool = False,
+        keep_contents: bool = False,
     ) -> Generator:
         """Return the generator of a plan. model: with weights. kv_dtype: of the stored cache."""
+        keep = {"keep_logits": keep_logits, "keep_contents": keep_contents}
         return Generator(
             model,
             plan=plan,
@@ -147,7 +154,7 @@ class Generation:
             batch_size=self.batch_size,
             kv_dtype=kv_dtype,
             mesh=self.program.mesh,
-            build=dataclasses.replace(self.program.build, keep_logits=keep_logits),
+            build=dataclasses.replace(self.program.build, **keep),
         )
 
 
@@ -173,6 +180,7 @@ class Run(Generation):
     given_scales: int | None
     calibration: str | None
     remarks: tuple[str, ...]
+    save_kept: bool = False
     judges: Judges = Judges()
     resize: int | None = None
     recipe: Mapping | None = None
@@ -195,6 +203,7 @@ class Run(Generation):
             "save_arrays": self.save_arrays,
             "given": given,
             **({"resize": self.resize} if self.resize else {}),
+            **({"save_kept": True} if self.save_kept else {}),
         }
 
 

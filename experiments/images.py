@@ -20,6 +20,7 @@ LINE_HEIGHT = 12  # pixels of a line of caption
 CAPTION_LINES = 2
 CAPTION_CHARACTERS = 16  # for each pixel of width, so many characters of a text are looked at
 CAPTION_HEIGHT = CAPTION_LINES * LINE_HEIGHT + 2
+MARGIN = 4  # pixels of white after a caption, before that of the next tile
 
 
 def grid(images: UInt8[np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "height width 3"]:
@@ -40,6 +41,7 @@ def save_grid(
     path: str | os.PathLike,
     images: UInt8[np.ndarray, "N H W 3"],
     labels: Sequence[str] | None = None,
+    title: str = "",
 ) -> None:
     """Writes the grid of `images` as PNG, each with its label (class name, prompt) below if given.
 
@@ -49,9 +51,11 @@ def save_grid(
     if labels is not None:
         strips = np.stack([_caption(str(text), images.shape[2]) for text in labels])
         images = np.concatenate([images, strips], axis=1)
-    picture = pillow.fromarray(grid(images))
+    made = grid(images)
+    if title:
+        made = np.concatenate([_caption(title, made.shape[1]), made])
     with new_file(path) as file:
-        picture.save(file, format="PNG")
+        pillow.fromarray(made).save(file, format="PNG")
 
 
 def save_samples_npz(
@@ -89,7 +93,7 @@ def _caption(text: str, width: int) -> UInt8[np.ndarray, "height width 3"]:
     draw = require("PIL.ImageDraw", extra="eval", purpose="writing captions").Draw(strip)
     text = text[: CAPTION_CHARACTERS * width]
     shown = text.encode("latin-1", "replace").decode("latin-1")  # every font of pillow has these
-    for i, line in enumerate(_lines(shown, lambda part: draw.textlength(part) <= width)):
+    for i, line in enumerate(_lines(shown, lambda part: draw.textlength(part) <= width - MARGIN)):
         draw.text((0, i * LINE_HEIGHT), line, fill="black")
     return np.asarray(strip)
 

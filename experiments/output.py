@@ -42,11 +42,13 @@ REPORTS = {
 WRITTEN = {
     "report.json": {
         *("report.json", "grid.png", "samples.npz", "arrays.npz", MANIFEST),
-        *("edit.png", "reconstruction.png"),
+        *("edit.png", "reconstruction.png", "compare.png", "compare.html"),
+        *("kept.npz", "kept.png"),
     },
-    "sweep.json": set(
-        "sweep.json sweep.csv sweep.md samples.npz fidelity.png calibration.json".split()
-    ),
+    "sweep.json": {
+        *("sweep.json", "sweep.csv", "sweep.md", "samples.npz", "calibration.json"),
+        *("fidelity.png", "arguments.png"),
+    },
     "metrics.json": {"metrics.json", "per_image.npz"},
 }
 

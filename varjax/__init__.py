@@ -19,6 +19,7 @@ from varjax.editing.edit import edit
 from varjax.generation.api import generate, plan
 from varjax.generation.build import Build
 from varjax.generation.generator import Generator
+from varjax.generation.kept import kept_picture
 from varjax.models.loading import describe, load
 from varjax.models.model import Model
 
@@ -33,6 +34,7 @@ __all__ = [
     "describe",
     "edit",
     "generate",
+    "kept_picture",
     "load",
     "plan",
     "policies",

@@ -19,10 +19,9 @@ timed, --tune if no tiles of a call work.
 
 --draw times whole programs: codes and pixels of published models with random weights, in bfloat16,
 on a CPU small models in float32. Each is compiled, run once, timed --repeats times, and run under
-JAX's profiler, which says how long each kernel takes; XLA starts the kernels of a GPU one by one
-then, not as the command buffers of the timed runs. --json gets a line for each task as soon as it
-is done (docs/reference/files.md). What does not fit, or was not begun when --minutes were over, has
-a note instead of times. It exits with 1 if a task failed or pixels are not finite.
+JAX's profiler, which says how long each kernel takes. --json gets a line for each task as soon as
+it is done (docs/reference/files.md). What does not fit, or was not begun when --minutes were over,
+has a note instead of times. It exits with 1 if a task failed or pixels are not finite.
 """
 
 import contextlib

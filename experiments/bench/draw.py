@@ -6,8 +6,12 @@ XLA, on a CPU an operation of XLA that its runtime calls. Loops contain the kern
 only the rest of their time is their own.
 """
 
+import contextlib
 import gc
+import re
+import shutil
 import statistics
+import subprocess
 import tempfile
 import time
 from collections import Counter
@@ -35,6 +39,17 @@ ALL = "all"
 DEVICE, OPERATIONS, STREAM = "/device:", "XLA Ops", "Stream"  # names of planes and lines
 OPERATION = "hlo_op"  # what a CPU's events of kernels have
 SHOWN = 8  # kernels of a program that are printed
+# Kinds of kernels by what is in their names on a GPU, the first that fits. A scale ends with the
+# choice of its tokens, and the next one has begun when there are norms again.
+SAMPLE, NORMS = "sample", "norms"
+KINDS = {
+    "finish": "finish",
+    "attention": "attention",
+    NORMS: "add_and_normalize|to_8_bits",
+    SAMPLE: "^sample",
+    "products": "nvjet|gemm|cutlass|gemv|splitK",
+}
+CLOCKS = ("clocks.sm", "power.draw")  # of `nvidia-smi`: MHz, W
 # of the full cache, where a policy keeps less; the second in models that are cut down
 SHARE, SMALL_SHARE = 0.1, 0.4
 
@@ -118,9 +133,11 @@ def _times(generator: Generator, repeats: int) -> dict[str, object]:
     """Compile both programs, draw a batch, then time each of them by itself."""
     networks, numbers = generator.model.networks, np.arange(generator.batch_size, dtype=np.int32)
     condition = random_models.condition(networks["transformer"], generator.batch_size)
-    results, _ = generator.run_batch(condition, numbers, keep_cache=False)
+    with phases() as compiling:
+        results, _ = generator.run_batch(condition, numbers, keep_cache=False)
     timing, code_map = generator.timing, results["code_map"]
     row = {"compile_seconds": timing.compile_s, "compilation_cache": timing.cache}
+    row["compile_phases"] = compiling
     row["finite"] = bool(np.isfinite(results["images"]).all())
     told, weights = generator.arguments(condition, numbers), Weights(networks)
     arrays = weights.arrays()
@@ -129,11 +146,55 @@ def _times(generator: Generator, repeats: int) -> dict[str, object]:
         state = jax.block_until_ready(generator.empty_state())
         return arrays, state, *told
 
-    row["codes"] = _measured(generator.program.codes, for_codes, repeats)
     for_pixels = arrays[: weights.of_codec], code_map
-    row["pixels"] = _measured(generator.program.pixels, lambda: for_pixels, repeats)
+    with clocks() as row["clocks"]:
+        row["codes"] = _measured(generator.program.codes, for_codes, repeats)
+        row["pixels"] = _measured(generator.program.pixels, lambda: for_pixels, repeats)
     stats = jax.local_devices()[0].memory_stats() or {}
     return row | {"process_peak_bytes": stats.get("peak_bytes_in_use")}
+
+
+@contextlib.contextmanager
+def phases() -> Iterator[dict[str, float]]:
+    """Seconds of each phase of compiling inside, as JAX reports them, those of at least 10 ms."""
+    found, seconds = {}, Counter()
+
+    def heard(event: str, duration: float, **_) -> None:
+        name = event.rpartition("/")[2]
+        if name.endswith("_duration"):  # others are of the compilation cache
+            seconds[name.removesuffix("_duration")] += duration
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(heard)
+        found |= {name: duration for name, duration in seconds.items() if duration >= 0.01}
+
+
+@contextlib.contextmanager
+def clocks() -> Iterator[dict[str, dict[str, float]]]:
+    """Least, median and largest of `CLOCKS` inside, ten times a second. Nothing is found without
+    `nvidia-smi`."""
+    found, program = {}, shutil.which("nvidia-smi")
+    if program is None:
+        yield found
+        return
+    query = [f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader,nounits", "-lms", "100"]
+    with tempfile.TemporaryFile("w+") as file:
+        watching = subprocess.Popen([program, *query], stdout=file, stderr=subprocess.DEVNULL)
+        try:
+            yield found
+        finally:
+            watching.terminate()
+            watching.wait()
+            file.seek(0)
+            rows = [line.split(",") for line in file if line.endswith("\n")]  # the last may be cut
+    with contextlib.suppress(ValueError):  # what a card does not tell is a word
+        for name, values in zip(CLOCKS, zip(*rows, strict=True), strict=True):
+            numbers = list(map(float, values))
+            three = min(numbers), statistics.median(numbers), max(numbers)
+            found[name] = dict(zip(("least", "median", "most"), three, strict=True))
 
 
 def _measured(
@@ -183,6 +244,7 @@ def of_lines(wall: float, lines: Iterable[list[ProfileEvent]]) -> dict[str, obje
     """Summary of a run that took `wall` seconds, as `profiled` returns it. lines:
     `kernel_lines`."""
     own, calls, starts, ends = Counter(), Counter(), [], []
+    lines = list(lines)
     for events in lines:
         inside: list[ProfileEvent] = []  # calls that have not ended, each within the one before
         for event in sorted(events, key=lambda e: (e.start_ns, -e.duration_ns)):
@@ -205,7 +267,21 @@ def of_lines(wall: float, lines: Iterable[list[ProfileEvent]]) -> dict[str, obje
             {"name": name, "calls": calls[name], "us": 1e-3 * ns, "share": ns / busy}
             for name, ns in own.most_common()
         ],
+        "scales": by_scale(lines),
     }
+
+
+def by_scale(lines: Iterable[list[ProfileEvent]]) -> list[dict[str, float]]:
+    """Microseconds of kernels by kind (`KINDS`) in every scale, in their order. Empty where there
+    are no kernels that say where a scale ends."""
+    found, chosen = [Counter()], False
+    for event in sorted((e for events in lines for e in events), key=lambda e: e.start_ns):
+        kind = next((k for k, pattern in KINDS.items() if re.search(pattern, event.name)), "other")
+        if chosen and kind == NORMS:
+            found.append(Counter())
+        chosen = kind == SAMPLE or chosen and kind != NORMS
+        found[-1][kind] += 1e-3 * event.duration_ns
+    return [dict(scale) for scale in found] if len(found) > 1 else []
 
 
 def text(row: dict) -> str:
@@ -214,6 +290,9 @@ def text(row: dict) -> str:
         return f"{row['task']}: {row.get('error') or row['note']}"
     compiled = f"compiled in {row['compile_seconds']:.1f} s (cache {row['compilation_cache']})"
     lines = [f"{row['task']}{' (cut down)' * row['small']}: {compiled}"]
+    for what in ("compile_phases", "clocks"):
+        if said := row.get(what):
+            lines.append(f"{what}: {', '.join(map(_said, said.items()))}")
     for name in ("codes", "pixels"):
         found, times = row[name], ("seconds", "span_seconds", "kernel_seconds")
         kernels = [
@@ -228,3 +307,10 @@ def text(row: dict) -> str:
             columns([("us", "share", "calls", "kernel"), *kernels], ">>><"),
         ]
     return "\n".join([*lines, ""])
+
+
+def _said(item: tuple[str, float | dict[str, float]]) -> str:
+    name, value = item
+    if isinstance(value, dict):
+        return f"{name} {value['least']:g} to {value['most']:g}, median {value['median']:g}"
+    return f"{name} {value:.1f} s"

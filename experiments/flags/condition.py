@@ -61,7 +61,9 @@ class ConditionFlags:
                 "Number of images, over all classes in turn; or of each one: 50/class, 4/prompt "
                 "(default: as the prompt set's scorer expects, else 1).",
             )
-        self._labels = flags.string("labels", None, "Class numbers, one image each: 3,7,7.")
+        self._labels = flags.string(
+            "labels", None, "Classes, by number or name, one image each: 3,7,lemon."
+        )
         self._prompts = PromptFlags(flags)
         self._features = flags.string(
             "text_features",
@@ -103,12 +105,7 @@ class ConditionFlags:
                 f"images there are"
             )
         if (text := self._labels.value) is not None:
-            try:
-                chosen = [int(part) for part in text.split(",")]
-            except ValueError:
-                raise UserError(
-                    f"--labels={text!r}: write class numbers separated by commas, for example 3,7,7"
-                ) from None
+            chosen = text.split(",")
         elif self._samples is not None:
             turn = np.arange(self._samples.value) / self._samples.value
             chosen = np.floor(turn * num_classes).astype(np.int32)

@@ -3,9 +3,11 @@
 On a page, charts take its colours (`page.js`), so that they follow its light and dark modes.
 """
 
+import contextlib
 import json
 import pathlib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 
 import altair as alt
 import numpy as np
@@ -64,31 +66,84 @@ def fidelity(
     rows: of the table. of: whose bytes they are, "a batch" or "an image". legend: of the lines;
     None: the page has one.
     """
-    names, found = labels(rows), []
-    for key, metric in METRICS.items():
-        points = []
-        for row in rows:
-            size, value = (float(row.get(name, "nan")) for name in ("allocated_bytes", key))
-            ends = {end: float(row.get(f"{key}_{end}", "nan")) for end in ("low", "high")}
-            known = ends if np.isfinite([*ends.values()]).all() else {}
-            if np.isfinite(value):
-                points.append({"policy": row["label"], "MiB": size / MEBI, "value": value} | known)
-        if points:
-            found.append(_fidelity(metric, points, names, of, legend))
+    sizes = alt.Scale(type="log", nice=False, padding=14)
+    x = alt.X("x:Q", title=f"KV cache of {of}, MiB (log)", scale=sizes).axis(tickCount=4)
+    there = [(row, row["label"], float(row.get("allocated_bytes", "nan")) / MEBI) for row in rows]
+    return _over(x, there, "MiB of the KV cache", labels(rows), legend)
+
+
+def over_arguments(rows: Sequence[dict], legend: alt.Legend | None = None) -> list[alt.LayerChart]:
+    """Return a chart for each argument that a policy has with several values, and each metric: x is
+    the argument, and each line the rest that was asked, the budget included. rows: of the table."""
+    asked: dict[tuple[str, str], list[tuple[dict, str, str]]] = {}
+    for row in rows:
+        policy, _, text = row["label"].partition(":")
+        pairs = [pair.partition("=")[::2] for pair in re.split(r"\+(?=\w+=)", text)]
+        for name, value in pairs if row["status"] == "done" else ():
+            rest = "+".join(f"{n}={v}" for n, v in pairs if n != name)
+            line = f"{policy}:{rest}" if rest else policy
+            point = row, f"{line} at {row['budget']:g}", value
+            asked.setdefault((policy, name), []).append(point)
+    found = []
+    for (policy, name), points in asked.items():
+        if len({value for *_, value in points}) > 1:
+            lines = list(dict.fromkeys(line for _, line, _ in points))
+            numbers = [_number(value) for *_, value in points]
+            kind = "Q" if np.isfinite(numbers).all() else "N"
+            axis = {"values": sorted(set(numbers))} if kind == "Q" else {}
+            x = alt.X(f"x:{kind}", title=f"{policy}: {name}").axis(**axis).scale(zero=False)
+            if kind == "Q":
+                points = [(*rest, n) for (*rest, _), n in zip(points, numbers, strict=True)]
+            found += _over(x, points, name, lines, legend)
     return found
 
 
-def _fidelity(
-    metric: Metric, points: list[dict], names: list[str], of: str, legend: alt.Legend | None
+def _number(text: str) -> float:
+    """Return the number that a text is, NaN of others."""
+    with contextlib.suppress(ValueError):
+        return float(text)
+    return float("nan")
+
+
+def _over(
+    x: alt.X,
+    there: Sequence[tuple[dict, str, float | str]],
+    what: str,
+    names: list[str],
+    legend: alt.Legend | None,
+) -> list[alt.LayerChart]:
+    """Return a chart for each metric that has finite values. there: rows, each with its line and
+    its place on the axis `x`. what: the axis in words. names: of lines."""
+    found = []
+    for key, metric in METRICS.items():
+        points = []
+        for row, line, place in there:
+            value = float(row.get(key, "nan"))
+            ends = {end: float(row.get(f"{key}_{end}", "nan")) for end in ("low", "high")}
+            known = ends if np.isfinite([*ends.values()]).all() else {}
+            if np.isfinite(value):
+                points.append({"policy": line, "x": place, "value": value} | known)
+        if points:
+            found.append(_lines(metric, points, x, what, names, legend))
+    return found
+
+
+def _lines(
+    metric: Metric,
+    points: list[dict],
+    x: alt.X,
+    what: str,
+    names: list[str],
+    legend: alt.Legend | None,
 ) -> alt.LayerChart:
     zero, known = metric.from_zero, any("low" in point for point in points)
-    shown_on_point = ("MiB", "value", "low", "high") if known else ("MiB", "value")
-    sizes = alt.Scale(type="log", nice=False, padding=14)
+    shown_on_point = ("value", "low", "high") if known else ("value",)
+    tips = [alt.Tooltip(f"{key}:Q", format=".4~g") for key in shown_on_point]
     base = chart_of(points).encode(
-        alt.X("MiB:Q", title=f"KV cache of {of}, MiB (log)", scale=sizes).axis(tickCount=4),
+        x,
         alt.Y("value:Q", title=metric.unit or "index").scale(zero=zero, padding=0 if zero else 8),
         alt.Color("policy:N", legend=legend).scale(domain=names),
-        tooltip=["policy:N", *(alt.Tooltip(f"{key}:Q", format=".4~g") for key in shown_on_point)],
+        tooltip=["policy:N", alt.Tooltip(x.shorthand, title=what), *tips],
         opacity=alt.condition("!front || front === datum.policy", alt.value(1), alt.value(0.13)),
     )
     dash = alt.StrokeDash("policy:N", legend=legend).scale(domain=names, range=DASHES)
@@ -101,21 +156,24 @@ def _fidelity(
     return (
         alt.layer(*layers, title=f"{metric.title} ({metric.better} is better)")
         .add_params(alt.param(name="front", value=""))
-        .properties(
-            description=f"{metric.title} against bytes of the KV cache, a line for each policy"
-        )
+        .properties(description=f"{metric.title} against {what}, a line for each policy")
     )
 
 
-def save_fidelity(path: pathlib.Path, rows: Sequence[dict]) -> None:
-    """Write the charts of `fidelity` to a PNG file, below each other in two columns; no file
-    without values."""
-    # fonts draw neither halves of surrogate pairs nor control characters
-    named = [row["label"].encode("utf-8", "backslashreplace").decode() for row in rows]
-    named = ["".join(c if c.isprintable() else "?" for c in name[:100]) for name in named]
-    rows = [row | {"label": name} for row, name in zip(rows, named, strict=True)]
+def drawable(label: str) -> str:
+    """Return a label as fonts draw it: without halves of surrogate pairs and control characters."""
+    label = label.encode("utf-8", "backslashreplace").decode()
+    return "".join(c if c.isprintable() else "?" for c in label[:100])
+
+
+def save(
+    path: pathlib.Path, rows: Sequence[dict], draw: Callable[..., list[alt.LayerChart]]
+) -> None:
+    """Write the charts that `draw` makes of rows to a PNG file, below each other in two columns; no
+    file without values."""
+    rows = [row | {"label": drawable(row["label"])} for row in rows]
     legend = alt.Legend(title=None, orient="bottom", columns=4, labelLimit=200)
-    if found := fidelity(rows, legend=legend):
+    if found := draw(rows, legend=legend):
         page = alt.concat(*(chart.properties(width=400) for chart in found), columns=2)
         path.write_bytes(vl_convert.vegalite_to_png(page.to_json(), scale=1.5))
 

@@ -1,5 +1,4 @@
-"""Values for the templates of the report page and of the leaderboard. The template engine escapes
-every text. Only the charting library, which is code, goes in unescaped.
+"""Values for the templates of the report page and of the leaderboard.
 
 The leaderboard has the report's table and charts for several sweeps, of any models and machines.
 Numbers that compare with a full cache are comparable where model, weights, pictures and sampling
@@ -7,25 +6,18 @@ are the same: such sweeps make a group. What differs between groups is said. Tim
 one device only, which is a column.
 """
 
-import base64
-import functools
 import glob
-import io
 import json
 import math
 import pathlib
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 
-import jinja2
-import markupsafe
 import numpy as np
-import vl_convert
-from PIL import Image
 
 from experiments.geometry import read_order
 from experiments.report import calibration_charts, charts, sweep_files
+from experiments.report.template import SMALL_PICTURE, data_uri, template
 from experiments.sweep import tables
 from varjax.calibration.data import Calibration
 from varjax.core.allocation import Geometry
@@ -33,7 +25,6 @@ from varjax.core.errors import UserError, some
 from varjax.generation.memory import show_bytes
 
 USUAL_BUDGETS = [0.1, 0.25, 0.5]
-SMALL_PICTURE = 160  # pixels: smaller ones are shown with hard edges
 # {what may differ: entries of a sweep's settings}
 DECIDING = {
     "model": ("model", "schedule"),
@@ -78,32 +69,6 @@ def build(
         live=charts.live_bytes(report),
         measured=calibration_charts.draw(calibration, geometry, budgets),
     )
-
-
-@functools.cache
-def template(name: str) -> jinja2.Template:
-    """Return a template of this folder: values are escaped, and a missing one is an error."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
-    # Vega, Vega-Lite and vega-embed, without anything that could end their script element
-    code = re.sub(
-        r"<(?=/script|!--)", r"\\x3c", vl_convert.javascript_bundle(), flags=re.IGNORECASE
-    )
-    environment.globals["library"] = markupsafe.Markup(code)
-    return environment.get_template(name)
-
-
-def data_uri(pixels: np.ndarray) -> str:
-    """Return a data URI with the pixels, uint8 [H, W, 3], as a lossless WebP file."""
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "webp", lossless=True)
-    return "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode("ascii")
 
 
 def _tiles(cell: dict, samples: dict[str, np.ndarray], count: int) -> Iterator[dict]:

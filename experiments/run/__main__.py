@@ -7,11 +7,11 @@
     python -m experiments.run --checkpoint=DIR --recipe=var-fid50k --policy=headkv --out=DIR
 
 Writes grid.png, samples.npz (arr_0 uint8 images, arr_1 labels or prompt numbers), report.json and,
-with --save_arrays, arrays.npz into --out (default: a new folder under results/); from prompts also
-images/ with one file per image in the layout of the prompt set. An interrupted run started again
-with the same flags continues where it stopped. With --shard=I/N it makes part I of N, which
-experiments.merge joins; with --distributed many processes work as one
-(docs/howto/many_processes.md).
+with --save_arrays, arrays.npz, with --save_kept, kept.npz and kept.png into --out (default: a new
+folder under results/); from prompts also images/ with one file per image in the layout of the
+prompt set. An interrupted run started again with the same flags continues where it stopped. With
+--shard=I/N it makes part I of N, which experiments.merge joins; with --distributed many processes
+work as one (docs/howto/many_processes.md).
 SIGTERM ends it after the batch that is drawn, with status 0.
 """
 
@@ -37,7 +37,8 @@ from experiments.recipes.recipe import RecipeFlag
 from experiments.run import results as run_results
 from varjax.core import errors
 from varjax.core.errors import UserError, some
-from varjax.generation import api, hosts
+from varjax.core.plan import CachePlan
+from varjax.generation import api, hosts, kept, memory
 from varjax.generation.generator import Generator
 from varjax.generation.progress import Progress
 from varjax.models.model import Model
@@ -45,6 +46,7 @@ from varjax.storage import npz
 from varjax.storage.values import require
 
 LARGEST_SIDE = 2**13  # pixels, for --resize
+LARGEST_KEPT = 2**33  # bytes of --save_kept
 
 FLAGS = CommandFlags(
     "--policy=headkv --budget=0.25 --labels=3,7,22 --compare",
@@ -65,6 +67,11 @@ LPIPS = FLAGS.string(
 )
 SAVE_ARRAYS = FLAGS.boolean(
     "save_arrays", False, "Also write arrays.npz: tokens, code map, images, logits."
+)
+SAVE_KEPT = FLAGS.boolean(
+    "save_kept",
+    False,
+    "Also write which tokens every head kept: kept.npz, and kept.png of the first image.",
 )
 RESIZE = FLAGS.integer(
     "resize",
@@ -133,6 +140,7 @@ def resolve() -> Run:
         plan=plan,
         compare=COMPARE.value,
         save_arrays=SAVE_ARRAYS.value,
+        save_kept=_save_kept(plan, len(condition), program.mesh.num_devices),
         given_tokens=given_tokens,
         given_scales=given_scales,
         calibration=None if calibration is None else calibration.digest,
@@ -141,6 +149,18 @@ def resolve() -> Run:
         resize=RESIZE.value,
         recipe=RECIPE.describe(),
     )
+
+
+def _save_kept(plan: CachePlan, images: int, devices: int) -> bool:
+    """Return --save_kept; `UserError` where it cannot be done."""
+    if SAVE_KEPT.value:
+        with about(SAVE_KEPT):
+            if devices > 1 and not plan.static_content:
+                raise UserError("what is decided on several devices is not told: leave out --mesh")
+            if (size := images * kept.num_bytes(plan)) > LARGEST_KEPT:
+                much = f"{images} images take {memory.show_bytes(size)}"
+                raise UserError(f"{much}, at most {memory.show_bytes(LARGEST_KEPT)}: draw fewer")
+    return SAVE_KEPT.value
 
 
 def _judges(model: Model, batch_size: int) -> Judges:
@@ -184,11 +204,13 @@ def generate_series(
     """Run the batches that a series lacks, and keep every batch. series: "main" is the policy,
     "full" the full cache. `Stopped` after a batch if `stop` was asked."""
     if series == "main":
-        plan, kv_dtype, keep_logits = run.plan, run.program.kv_dtype, run.save_arrays
+        plan, kv_dtype = run.plan, run.program.kv_dtype
+        keep = {"keep_logits": run.save_arrays}
+        keep["keep_contents"] = run.save_kept and not plan.static_content
     else:
         plan = api.plan(run.plan.geometry, mesh=run.program.mesh)
-        kv_dtype, keep_logits = run.program.dtype, False
-    generator = run.generator(model, plan, kv_dtype, keep_logits=keep_logits)
+        kv_dtype, keep = run.program.dtype, {}
+    generator = run.generator(model, plan, kv_dtype, **keep)
     name, total = plan.policy.name, len(store.series[series].made)
     missing, done = store.missing(series), store.finished(series)
     segments = len(generator.spec.segments)
@@ -214,7 +236,7 @@ def generate_series(
         given_scales=run.given_scales,
     )
     for index, results in drawn:
-        store.add(series, index, run_results.kept(run, results))
+        store.add(series, index, run_results.kept(run, results, series == "main"))
         done += len(index)
         progress.update(done)
     if stop.asked:

@@ -6,6 +6,7 @@ Batches are read one after the other, so that large sets of pictures need little
 """
 
 import contextlib
+import itertools
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,12 +21,14 @@ from experiments.json_text import json_text
 from experiments.output import BatchStore
 from experiments.prompts.layouts import write_images
 from experiments.prompts.sets import Prompt, PromptFormat, PromptSet
+from varjax.generation import kept
 from varjax.storage.atomic import new_folder, write_text
-from varjax.storage.pictures import to_uint8
-from varjax.storage.values import MissingExtra
+from varjax.storage.pictures import save_png, to_uint8
+from varjax.storage.values import MissingExtra, require
 
 SHUFFLED_FROM, SHUFFLE_SEED = 1000, 2020  # sets of so many pictures are shuffled in samples.npz
 GRID_PIXELS = 2**26  # pixels of all images in grid.png, which leaves out the rest
+MOST_PAIRS, PAIRED_PIXELS = 64, 2**23  # with --compare: so many pairs, and pixels of one cache
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -35,6 +38,7 @@ class Shown:
     numbers: int32 [N], labels or numbers of prompts. captions: of images in grid.png.
     prompts: that the images are of, `each` images of each; None: they are of classes.
     arrays: names of those in arrays.npz; None: the file is not wanted.
+    kept: layout of what heads kept (`varjax.generation.kept`); None: it is not wanted.
     """
 
     numbers: np.ndarray
@@ -43,6 +47,7 @@ class Shown:
     each: int
     seed: int
     arrays: Sequence[str] | None
+    kept: dict | None = None
 
     @classmethod
     def from_json(cls, content: dict) -> "Shown":
@@ -59,8 +64,14 @@ def write_run(store: BatchStore, shown: Shown, report: dict) -> None:
     """Write all results into the final folder, and name them in the report."""
     with _pixels(store) as pixels, new_folder(store.out, replaces=store.replaces) as out:
         write_pictures(out, shown, pixels)
-        if shown.arrays is not None:
+        if "full" in store.series:
+            write_compared(out, shown, pixels, store, report)
+        held = {}
+        if shown.arrays is not None or shown.kept is not None:
             held = metrics.joined(found for _, found in store.batches("main"))
+        if shown.kept is not None:
+            write_kept(out, held.pop("keep"), shown.kept, np.asarray(pixels[0]))
+        if shown.arrays is not None:
             for name in ("code_map", "images"):  # as documented, channels first
                 held[name] = np.moveaxis(held[name], -1, 1)
             np.savez(out / "arrays.npz", **{name: held[name] for name in shown.arrays})
@@ -68,6 +79,13 @@ def write_run(store: BatchStore, shown: Shown, report: dict) -> None:
         report["files"] = sorted({*made, "report.json"})
         write_text(out / "report.json", json_text(report))
     store.close()
+
+
+def write_kept(out: pathlib.Path, keep: np.ndarray, layout: dict, image: np.ndarray) -> None:
+    """Write kept.npz, and kept.png of the first image. keep: bool [N, K, layers, heads, L]."""
+    np.savez_compressed(out / "kept.npz", keep=keep, drawn=np.array(layout["drawn"]))
+    with contextlib.suppress(MissingExtra):
+        save_png(out / "kept.png", kept.picture(keep[0], image, **layout))
 
 
 @contextlib.contextmanager
@@ -107,3 +125,21 @@ def write_pictures(out: pathlib.Path, shown: Shown, pixels: np.ndarray) -> None:
             write_images(out, shown.prompts, pixels, shown.each, seed=shown.seed)
     except MissingExtra as error:
         print(f"no picture files are written: {error}", file=sys.stderr, flush=True)
+
+
+def write_compared(
+    out: pathlib.Path, shown: Shown, pixels: np.ndarray, store: BatchStore, report: dict
+) -> None:
+    """Write the first pictures beside those of the full cache. pixels: uint8 [N, H, W, 3]."""
+    count = max(1, min(MOST_PAIRS, PAIRED_PIXELS // pixels[0, :, :, 0].size))
+    first = itertools.takewhile(lambda batch: batch[0][0] < count, store.batches("full"))
+    full = np.concatenate([to_uint8(arrays["images"]) for _, arrays in first])[:count]
+    captions = shown.captions or [f"class {number}" for number in shown.numbers]
+    try:
+        for package in ("PIL.Image", "jinja2"):
+            require(package, extra="eval", purpose="compare.png and compare.html")
+        from experiments.report import compare  # which imports them
+
+        compare.write(out, full, pixels[:count], captions, report)
+    except MissingExtra as error:
+        print(f"no pairs are written: {error}", file=sys.stderr, flush=True)

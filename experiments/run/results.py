@@ -18,6 +18,7 @@ from experiments.run import files
 from experiments.run.files import Shown
 from varjax.core.maps import bicubic_matrix
 from varjax.generation import cost, memory
+from varjax.generation import kept as kept_tokens
 from varjax.generation.generator import Generator
 from varjax.storage import parameters
 from varjax.storage.parameters import peak_bytes
@@ -28,11 +29,16 @@ FIDELITY = "fidelity/"  # names of per-image numbers in a part begin so
 OF_FULL = "class_agreement_full"  # of the full cache's own pictures
 
 
-def kept(run: Run, results: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the arrays of a batch that are stored. Images are resized as by torch's bicubic mode
-    without antialiasing, and stored as bytes, unless the run needs exact ones. `UserError` for
-    images that are not finite: the first batch already tells."""
+def kept(run: Run, results: dict[str, np.ndarray], main: bool) -> dict[str, np.ndarray]:
+    """Return the arrays of a batch that are stored. main: it is the policy's, not the full cache's.
+    Images are resized as by torch's bicubic mode without antialiasing, and stored as bytes, unless
+    the run needs exact ones. `UserError` for images that are not finite: the first batch already
+    tells."""
     check_finite(results["images"])
+    told = {}
+    if run.save_kept and main:
+        contents, count = results.get("contents"), len(results["images"])
+        told["keep"] = kept_tokens.of_batch(run.plan, contents, count)
     if run.resize:
         pictures, side = results["images"], run.resize
         rows, columns = (bicubic_matrix(length, side) for length in pictures.shape[1:3])
@@ -45,9 +51,9 @@ def kept(run: Run, results: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             model = run.model
             tokens = model.token_arrays.tokens_to_file(found["tokens"])
             found[model.transformer.token_name] = tokens
-        return found
+        return found | told
     exact = results["images"] if run.compare else to_uint8(results["images"])
-    return {"images": exact, "tokens": results["tokens"]}
+    return {"images": exact, "tokens": results["tokens"], **told}
 
 
 def shown(run: Run) -> Shown:
@@ -62,6 +68,7 @@ def shown(run: Run) -> Shown:
         each=getattr(run.condition, "each", 1),
         seed=run.seed,
         arrays=names if run.save_arrays else None,
+        kept=kept_tokens.layout(run.plan) if run.save_kept else None,
     )
 
 

@@ -22,6 +22,7 @@ from varjax.editing import masks
 from varjax.editing.edit import source_tokens
 from varjax.generation.build import Build
 from varjax.generation.generator import Generator
+from varjax.generation.kept import at_the_end
 from varjax.models.model import Model
 from varjax.storage import pictures
 
@@ -146,7 +147,7 @@ class Drawn:
     """A picture uint8 [H, W, 3], its tokens, and the seconds that its batch took.
 
     batch: the same object for all pictures of a batch. kept: bool [L, N, F], which tokens each head
-    held at the end (`CachePlan.at_the_end`), if that was asked for.
+    held at the end (`kept.at_the_end`), if that was asked for.
     """
 
     picture: np.ndarray
@@ -164,17 +165,17 @@ def draw(program: Generator | Watched, items: Sequence[Item]) -> list[Drawn]:
     padded = [*items, *[items[-1]] * (generator.batch_size - len(items))]
     condition = jax.tree.map(lambda *a: np.concatenate(a), *(item.condition for item in padded))
     with program.heard_by(first.hear) if watched else contextlib.nullcontext():
-        results, state = generator.run_batch(
+        results, _ = generator.run_batch(
             condition,
             np.array([item.number for item in padded], np.int32),
             seed=np.array([item.seed for item in padded], np.int32),
             given=given_tokens(generator.model, [item.patch for item in padded]),
-            keep_cache=first.kept and generator.plan.final_cache_tells,
+            keep_cache=False,
         )
     images, tokens = np.asarray(results["images"]), np.asarray(results["tokens"])
     batch, seconds, kept, found = object(), time.perf_counter() - start, None, []
     if first.kept:
-        kept = generator.plan.at_the_end(results.get("contents", state))
+        kept = at_the_end(generator.plan, results["contents"])
     for item, image, own in zip(items, images, tokens, strict=False):
         image = image if item.patch is None else item.patch.finish(image)
         found.append(Drawn(pictures.to_uint8(image[None])[0], own, seconds, batch, kept))

@@ -6,7 +6,6 @@ images of any requests share a program.
 """
 
 import threading
-from difflib import get_close_matches
 
 import numpy as np
 from jaxtyping import PyTree
@@ -20,7 +19,6 @@ from varjax.text.encoder import TextEncoder
 from varjax.text.prompt_tokenizer import PromptTokenizer
 
 MOST_CHARACTERS = 4000  # of a prompt
-MOST_SHOWN = 200  # of a wrong name, in a message
 EXAMPLES = ["a red apple on a white table", "a lighthouse at night", "a fox in the snow"]
 
 
@@ -49,25 +47,14 @@ class Classes(Subjects):
     """Classes, by number, name, or a prompt that is one of both."""
 
     def __init__(self, model: Model):
-        self.names, self.examples = list(model.class_names or ()), []
-        self.names = self.names or [str(n) for n in range(model.num_classes)]
+        self._named, self._count, self.examples = model.class_names, model.num_classes, []
+        self.names = list(self._named or map(str, range(self._count)))
 
     def of(self, prompt: str | None, label: int | None) -> np.ndarray:
         if (prompt is None) == (label is None):
             raise UserError("give either prompt (the name of a class) or class (its number)")
-        if label is None:  # a name, whatever its case and spaces, or a number
-            numbers = {name.casefold(): number for number, name in enumerate(self.names)}
-            plain = " ".join(arguments.text("prompt", prompt).casefold().split())
-            label = int(plain) if plain.isdecimal() and len(plain) < 10 else None
-            label = numbers.get(plain, label)
-        if label is None:
-            close = get_close_matches(plain[:MOST_SHOWN], numbers, 3, 0.5)
-            hint = f"; near it are {', '.join(map(repr, close))}" if close else ""
-            raise UserError(
-                f"there is no class {prompt[:MOST_SHOWN]!r}: give the name of one of "
-                f"{len(self.names)} classes, or its number{hint}"
-            )
-        return Labels.of([label], len(self.names)).numbers
+        given = arguments.text("prompt", prompt) if label is None else label
+        return Labels.of([given], self._count, self._named).numbers
 
 
 class Texts(Subjects):

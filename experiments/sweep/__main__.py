@@ -8,10 +8,11 @@
     python -m experiments.sweep --checkpoint=DIR --lpips=DIR --out=DIR
 
 Every row is a policy, with arguments after a colon, joined by +, if it is to differ from its
-defaults: `streaming:sinks=3+block_size=8`. `all` stands for every policy with its defaults (but
-not `table`, which needs a file) and may be joined by others: `all,streaming:sinks=1`. What `all`
-cannot run becomes a row that says why; so does a budget at which a named policy cannot run, as
-long as it can at another.
+defaults: `streaming:sinks=3+block_size=8`. Several values make a grid, six rows of
+`headkv:window=2|4|8:sinks=0|2`; arguments.png then plots what is measured over each argument.
+`all` stands for every policy with its defaults (but not `table`, which needs a file) and may be
+joined by others: `all,streaming:sinks=1`. What `all` cannot run becomes a row that says why; so
+does a budget at which a named policy cannot run, as long as it can at another.
 
 Measured against the full cache on the same seeds: PSNR, SSIM and equal tokens of images drawn
 freely, the KL divergence of the logits (nats per token) with the full cache's tokens forced, bytes
@@ -19,12 +20,12 @@ of the cache, seconds per image; with --lpips LPIPS; of the demo, and of models 
 classifier (docs/howto/evaluate.md), class agreement and the distance of its features. Means come
 with 95 % intervals, and with the difference to the best policy of the same budget, image by image.
 
-Writes sweep.md, sweep.csv, sweep.json, fidelity.png, what `experiments.report` shows besides
-(samples.npz, images; calibration.json, a copy of the calibration if one was used) into --out
-(default: a new folder under results/). Finished cells of an interrupted sweep are kept: start it
-again with the same settings; policies and budgets may change. SIGTERM ends it after the batch that
-is drawn, with status 0. With --shard=I/N it runs part I of N of the cells; experiments.merge joins
-them. With --distributed all processes draw each batch.
+Writes sweep.md, sweep.csv, sweep.json, fidelity.png, of grids arguments.png, what
+`experiments.report` shows besides (samples.npz, images; calibration.json, a copy of the calibration
+if one was used) into --out (default: a new folder under results/). Finished cells of an interrupted
+sweep are kept: start it again with the same settings; policies and budgets may change. SIGTERM ends
+it after the batch that is drawn, with status 0. With --shard=I/N it runs part I of N of the cells;
+experiments.merge joins them. With --distributed all processes draw each batch.
 """
 
 import functools
@@ -65,8 +66,10 @@ FLAGS = CommandFlags(
 POLICIES = FLAGS.string(
     "policies",
     "all",
-    "All of them, or names separated by commas: headkv,streaming:sinks=3+block_size=8.",
+    "All of them, or names separated by commas: headkv:window=2|4|8,streaming:sinks=3+block_size=8 "
+    "(each of several values).",
 )
+YES = FLAGS.boolean("yes", False, f"Run more than {plan.MANY} cells.")
 BUDGETS = FLAGS.string("budgets", "0.1,0.25,0.5", "Fractions of the full cache's bytes.")
 KV_BYTES = FLAGS.string(
     "kv_bytes", None, "Budgets as bytes of a batch's cache, 1GiB,2GiB, in place of --budgets."
@@ -90,8 +93,9 @@ OUT = FolderFlags(FLAGS)
 
 def resolve() -> Sweep:
     """Check every flag and plan every cell. Compile, allocate and write nothing."""
-    entries = plan.parse_entries(POLICIES.value)
     budgets = plan.parse_budgets(BUDGETS.value)
+    count = KV_BYTES.value.count(",") + 1 if KV_BYTES.value else len(budgets)
+    entries = plan.parse_entries(POLICIES.value, count, YES.value)
     if KV_BYTES.value and BUDGETS.present:
         raise UserError("--budgets and --kv_bytes exclude each other: give one of them")
     model = MODEL.resolve()

@@ -2,9 +2,12 @@
 compiled."""
 
 import hashlib
+import itertools
 import json
+import math
 import pathlib
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,7 +26,9 @@ from varjax.storage.values import parse_pairs
 ALL = "all"
 NOT_IN_ALL = ("full", "table")  # the reference, and a policy that needs a file
 _NEXT_ENTRY = re.compile(r",(?=\s*[A-Za-z_]\w*\s*(?:[:,]|$))")
-_NEXT_ARGUMENT = re.compile(r"\+(?=\s*\w+\s*=)")
+_NEXT_ARGUMENT = re.compile(r"[+:](?=\s*\w+\s*=)")
+OR = "|"  # between the values of an argument
+MANY, MOST = 1000, 10**5  # cells that have to be confirmed, and that no sweep has
 
 
 @dataclass(frozen=True)
@@ -92,16 +97,27 @@ class Sweep(Generation):
 # --- reading flags ---
 
 
-def parse_entries(text: str) -> list[Entry]:
-    """Read `"all"`, `"headkv,streaming:sinks=3+block_size=8"`. `UserError` for an empty or
-    malformed entry, an unknown policy, or the same entry twice.
+def parse_entries(text: str, budgets: int = 1, confirmed: bool = False) -> list[Entry]:
+    """Read `"all"`, `"headkv:window=2|4:sinks=0|2,streaming:sinks=3+block_size=8"`; several values
+    stand for an entry each, with those of other arguments for every pair. `UserError` for an empty
+    or malformed entry, an unknown policy, the same entry twice, or more than `MANY` cells at so
+    many budgets, unless they are confirmed.
 
     A comma separates entries only before a word that ends in a colon, a comma or the end of the
-    text; a plus separates arguments only before `key=`. So values may hold both.
+    text; a plus or a colon separates arguments only before `key=`. So values may hold them.
     """
-    named = [_parse_entry(part.strip(), text) for part in _NEXT_ENTRY.split(text)]
-    labels = [entry.label for entry in named]
-    if twice := [label for label in labels if labels.count(label) > 1]:
+    grids = [_parse_entry(part.strip(), text) for part in _NEXT_ENTRY.split(text)]
+    count = budgets * sum(math.prod(map(len, grid.values())) for _, grid in grids)
+    if count > (MOST if confirmed else MANY):
+        words = "give fewer values" if confirmed else "add --yes to run them all, or fewer values"
+        raise UserError(f"--policies={text!r:.200} asks for {count} cells: {words}")
+    named = [
+        Entry(name, dict(zip(grid, values, strict=True)))
+        for name, grid in grids
+        for values in itertools.product(*grid.values())
+    ]
+    counts = Counter(entry.label for entry in named)
+    if twice := [label for label, times in counts.items() if times > 1]:
         raise UserError(f"--policies={text!r:.200} names {twice[0]} twice: keep one of them")
     found: dict[str, Entry] = {}
     for entry in named:
@@ -113,9 +129,11 @@ def parse_entries(text: str) -> list[Entry]:
     return list(found.values())
 
 
-def _parse_entry(part: str, text: str) -> Entry:
+def _parse_entry(part: str, text: str) -> tuple[str, dict[str, list[str]]]:
+    """Return a policy's name and the values of its arguments."""
     name, colon, arguments = (piece.strip() for piece in part.partition(":"))
-    if not re.fullmatch(r"\w+", name) or (colon and not arguments):
+    pieces = _NEXT_ARGUMENT.split(arguments) if arguments else []
+    if not re.fullmatch(r"\w+", name) or (colon and not all(pieces or [""])):
         raise UserError(
             f"cannot read {part!r} of --policies={text!r:.200}: write all, or policies separated "
             f"by commas, each with arguments if you like: streaming:sinks=3+block_size=8"
@@ -123,15 +141,17 @@ def _parse_entry(part: str, text: str) -> Entry:
     choose("policy", name, [ALL, *POLICIES])
     if name == ALL and arguments:
         raise UserError("--policies=all:... takes no arguments: name the policy they belong to")
-    pairs: dict[str, str] = {}
-    for argument in _NEXT_ARGUMENT.split(arguments) if arguments else []:
+    pairs: dict[str, list[str]] = {}
+    for argument in pieces:
         key, value = next(iter(parse_pairs(argument).items()))
         if key == "budget":
             raise UserError(f"{part!r}: budgets are given once for all policies, with --budgets")
         if key in pairs:
             raise UserError(f"{part!r} gives {key} twice: keep one of them")
-        pairs[key] = value
-    return Entry(name, pairs)
+        pairs[key] = [one.strip() for one in value.split(OR)]
+        if not all(pairs[key]) and len(pairs[key]) > 1:
+            raise UserError(f"{part!r:.200}: {key} has an empty value between two {OR}")
+    return name, pairs
 
 
 def parse_budgets(text: str) -> list[float]:

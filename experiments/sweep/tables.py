@@ -215,10 +215,11 @@ def markdown_rows(report: dict) -> str:
     for row in every:
         label, *rest, note = cells_as_text(row, columns)
         lines.append([f"`{label}`", *rest, note.replace("|", "\\|").replace("\n", " ")])
-    return _markdown_table(header(columns), lines)
+    return markdown_table(header(columns), lines)
 
 
-def _markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
     every = [header, ["---"] * len(header), *lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in every)
 
@@ -228,21 +229,25 @@ def short_digests(used: str | None) -> str:
     return " and ".join(digest[:16] for digest in (used or "none").split("+"))
 
 
-def markdown(report: dict) -> str:
-    """Return the text of sweep.md: what was run, the table, what its columns mean."""
+def outline(report: dict) -> str:
+    """Return one line that says what was run."""
     s, versions = report["settings"], report["versions"]
-    head = (
+    return (
         f"{s['model']}: {len(s['labels'])} images, seed {s['seed']}, batches of "
         f"{s['batch_size']}, {s['dtype']}, cache in {s['kv_dtype']}, {report['device']}, "
-        f"varjax {versions['varjax']}, jax {versions['jax']}; calibration "
+        f"varjax {versions.get('varjax')}, jax {versions.get('jax')}; calibration "
         f"{short_digests(s['calibration'])}"
     )
+
+
+def markdown(report: dict) -> str:
+    """Return the text of sweep.md: what was run, the table, what its columns mean."""
     notes = [f"- {name}: {text}." for name, text in report["definitions"].items()]
     if apart := differences_as_text(report):
         notes = [*notes, "", "Differences to the best cell of the same budget, image by image:", ""]
         lines = [[share, f"`{label}`", *rest] for share, label, *rest in apart[1:]]
-        notes.append(_markdown_table(apart[0], lines))
-    return "\n".join(["# Sweep", "", head, "", markdown_rows(report), "", *notes]) + "\n"
+        notes.append(markdown_table(apart[0], lines))
+    return "\n".join(["# Sweep", "", outline(report), "", markdown_rows(report), "", *notes]) + "\n"
 
 
 # --- files ---
@@ -272,7 +277,8 @@ def write_tables(
                 require(package, extra="eval", purpose="plotting")
             from experiments.report import charts  # which imports them
 
-            charts.save_fidelity(folder / "fidelity.png", rows(report)[1:])
+            charts.save(folder / "fidelity.png", rows(report)[1:], charts.fidelity)
+            charts.save(folder / "arguments.png", rows(report)[1:], charts.over_arguments)
         except MissingExtra as error:
             print(f"fidelity.png is not written: {error}", file=sys.stderr)
         files = sorted({path.name for path in folder.iterdir()} | {"sweep.json"})

@@ -223,7 +223,7 @@ def _add_and_normalize(
     x = tile.load(stream, row, first)
     if added is not None:
         sums, (gates, gates_layer) = added
-        gate = gates.at[gates_layer[0], row, place]
+        gate = _of_row(gates, gates_layer, row).at[place]
         x += _finished(tile, sums, row, first) * tile.columns(gate)
         # what is normalised is what later layers read
         rounded = x.astype(out["stream"].dtype)
@@ -232,9 +232,14 @@ def _add_and_normalize(
     x -= tile.spread(x.sum(axis=-1) * (1 / tile.width))
     variance = (x * x).sum(axis=-1) * (1 / tile.width)
     x *= tile.spread(jax.lax.rsqrt(variance + norm.eps))
-    vectors = vectors.at[layer[0], row]
+    vectors = _of_row(vectors, layer, row)
     x = x * (1 + tile.columns(vectors.at[norm.scale])) + tile.columns(vectors.at[norm.shift])
     _put(tile, bits, out, row, first, x)
+
+
+def _of_row(vectors: Ref, layer: Ref, row) -> Ref:
+    """Vectors [places, D] of a row, or those that all rows share."""
+    return vectors.at[layer[0], row if vectors.shape[1] > 1 else 0]
 
 
 def _to_8_bits(activation, bits, sums, out: dict[str, Ref], row, tile: Tile, first) -> None:

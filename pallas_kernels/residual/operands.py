@@ -83,7 +83,7 @@ class Sums:
 class Vectors:
     """Vectors that the condition of each row gives to a layer: gates, scales, shifts.
 
-    array: of one layer, or of all.
+    array: of one layer, or of all. R: 1, if all rows share them.
     layer: if given, the one that counts. Kernels read it where it lies.
     """
 

@@ -141,7 +141,7 @@ def test_equal_kernels_are_lowered_once(monkeypatch):
 # --- rows in 8 bits -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", often((SMALL,), (SMALL, "b_k6_sharedaln")))
+@pytest.mark.parametrize("name", often((SMALL,), (SMALL, "b_k6_sharedaln", "infinity_a_small")))
 def test_rows_in_8_bits_flow_between_products(name, monkeypatch):
     """Rows that stay in 8 bits on their way, with scales that the next kernel applies, are those
     that products make themselves. Here plain JAX takes the place of the kernels."""

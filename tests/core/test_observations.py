@@ -210,6 +210,12 @@ def test_measured_calibration():
         beta[..., s, :] = np.add.reduceat(rows, schedule.starts, axis=-1)
     np.testing.assert_allclose(found.beta, beta, atol=1e-5)
     np.testing.assert_allclose(found.beta.sum(-1), 1, atol=1e-5)
+    images = measure_calibration.attention(model, LABELS, Sampling(cfg=1.5, greedy=True))
+    np.testing.assert_allclose(images["mass"].mean(0), beta, atol=1e-5)
+    for s, entropy in enumerate(np.moveaxis(images["entropy"], -1, 0)):
+        rows = np.stack([w[:2] for *_, w in layers], 1)[:, :, :, scale_slice(schedule, s)].mean(-2)
+        wanted = -np.where(rows > 0, rows * np.log(np.maximum(rows, 1e-30)), 0).sum(-1)
+        np.testing.assert_allclose(entropy, wanted, atol=1e-4)
     assert found.num_samples == 4 and (found.rank_dispersion == 0).all()  # greedy: the same images
     assert np.isfinite(scas(found.beta, 1)[..., 1:-1]).all()
     assert (found.selectivity[:, 0] == 0).all() and (found.selectivity[:, 1:] > 0).all()

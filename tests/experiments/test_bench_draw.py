@@ -3,6 +3,7 @@ failures. And how profiles of devices are read, from events that are made up."""
 
 import json
 import re
+import time
 from types import SimpleNamespace
 
 import jax
@@ -16,7 +17,7 @@ from varjax.generation.program import OutOfMemory
 NAMES = ("var-d30-b1", "llamagen-xl-streaming-b8")
 PROGRAM = {
     *("seconds", "all_seconds", "peak_bytes", "profiled_seconds", "span_seconds"),
-    *("kernel_seconds", "calls", "kernels"),
+    *("kernel_seconds", "calls", "kernels", "scales"),
 }
 
 
@@ -36,6 +37,7 @@ def test_rows_are_whole(call, tmp_path, monkeypatch):
     assert [row["budget"] for row in rows] == [1.0, draw.SMALL_SHARE]
     for row in rows:
         assert row["finite"] is True and row["compile_seconds"] > 0 and row["small"]
+        assert row["compile_phases"]["backend_compile"] > 0
         for program in (row["codes"], row["pixels"]):
             check_program(program)
     found = re.findall(r"^(\S+) \(cut down\): compiled in [\d.]+ s", out, re.M)
@@ -105,7 +107,33 @@ def test_what_does_not_fit_says_so(monkeypatch, predicted):
     assert found.keys() == {"note"} and found["note"].startswith("does not fit: ")
 
 
+def test_clocks_are_what_the_tool_of_the_card_says(tmp_path, monkeypatch):
+    monkeypatch.setattr(draw.shutil, "which", lambda name: None)
+    with draw.clocks() as found:
+        pass
+    assert found == {}
+    tool, said = tmp_path / "nvidia-smi", tmp_path / "said"
+    rows = "1980, 650.5\\n1620, 690\\n1965, 300\\n"
+    tool.write_text(f"#!/bin/sh\nprintf '{rows}'\ntouch {said}\nexec sleep 60\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(draw.shutil, "which", lambda name: str(tool))
+    with draw.clocks() as found:
+        while not said.exists():
+            time.sleep(0.01)
+    assert found["clocks.sm"] == {"least": 1620, "median": 1965, "most": 1980}
+    assert found["power.draw"]["most"] == 690
+
+
 # --- profiles ---
+
+
+def test_scales_end_with_the_choice_of_tokens():
+    names = "add_and_normalize nvjet_a sample fusion add_and_normalize sample_2 add_and_normalize"
+    events = [event(name, 100 * i, 1000 * (i + 1)) for i, name in enumerate(names.split())]
+    first, second, third = draw.by_scale([events[::2], events[1::2]])
+    assert first == {"norms": 1, "products": 2, "sample": 3, "other": 4}
+    assert second == {"norms": 5, "sample": 6} and third == {"norms": 7}
+    assert draw.by_scale([events[:2]]) == []
 
 
 def event(name, start, duration):

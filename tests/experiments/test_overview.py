@@ -24,7 +24,17 @@ COMMANDS = overview.commands()
 def test_all_commands_are_listed(capsys):
     assert overview.main(["experiments"]) == 0
     listed = capsys.readouterr().out
-    names = ["aot", "bench", "calibrate", "edit", "encode_text", "evaluate", "learn", "merge"]
+    names = [
+        "aot",
+        "bench",
+        "calibrate",
+        "classes",
+        "edit",
+        "encode_text",
+        "evaluate",
+        "learn",
+        "merge",
+    ]
     names += ["plan", "report", "reproduce", "run", "serve", "sweep", "train"]
     assert list(COMMANDS) == [*(f"experiments.{name}" for name in names), "ported_weights"]
     for command, manual in COMMANDS.items():
@@ -75,6 +85,15 @@ def test_a_name_that_is_no_command(name, message, capsys):
     assert overview.main(["experiments", name, "--seed=1"]) == 2
     out, err = capsys.readouterr()
     assert message in err and err.count("\n") == 1 and not out
+
+
+def test_classes_are_listed_as_labels_take_them(call):
+    status, out, err = call("classes")
+    assert status == 0 and len(out.splitlines()) == 44 and "  22  lemon\n" in out, err
+    status, _, err = call("run", "--labels=Lemon,22,pea", "--dry_run")
+    assert status == 2 and "no class is called 'pea': " in err
+    status, _, err = call("classes", "--checkpoint=infinity-2b")
+    assert status == 2 and "has no classes: it draws from text" in err
 
 
 def console(monkeypatch, capsys, *arguments):

@@ -11,6 +11,7 @@ import pytest
 import varjax
 from experiments.evaluation import metrics
 from tests.conftest import ROOT
+from varjax import conditions
 from varjax.core.errors import UserError
 from varjax.models import registry
 from varjax.storage import own_modules
@@ -32,7 +33,7 @@ def own_registries(monkeypatch):
         content.clear()
         content.update(before)
     for name in set(sys.modules) - modules:
-        if name.startswith(("own_model_", "mine_")):
+        if name.startswith(("own_mod", "mine_")):
             del sys.modules[name]
 
 
@@ -77,6 +78,25 @@ def test_python(tmp_path):
     assert first.shape == (64, 64) and not np.array_equal(first, other)
     assert varjax.load("other", "bfloat16").transformer.dtype == "bfloat16"
     assert np.array_equal(first, varjax.load("my-model").transformer.tokens[...])
+
+
+def test_an_existing_module():
+    """docs/howto/own_module.py: an adapter of at most 60 lines gives the module's own logits,
+    whatever its layers are called; and the cache is compressed."""
+    file = EXAMPLE.with_name("own_module.py")
+    adapter = file.read_text("utf-8").split("class Adapter")[1].split("\n# ---")[0]
+    assert len(adapter.splitlines()) <= 60
+    assert registry.load_module(file) == ("image-gpt",)
+    model = varjax.load("image-gpt")
+    theirs = sys.modules[type(model.transformer).__module__].trained()
+    condition, build = conditions.resolve(model, labels=[3, 7]), varjax.Build(keep_logits=True)
+    for policy, budget in (("full", 1), ("headkv", 0.4)):
+        options = {"batch_size": 2, "sampling": model.sampling(cfg=1.0), "build": build}
+        generator = varjax.Generator(model, policy, budget, **options)
+        drawn = generator.draw(condition, np.arange(2))
+        assert generator.allocated_bytes <= budget * generator.plan.dense_bytes(2, "float32")
+        forward = np.asarray(theirs(condition.numbers, drawn["tokens"][:, :-1]))
+        assert (np.abs(forward - drawn["logits"]).max() < 1e-4) == (policy == "full")
 
 
 BASE = EXAMPLE.read_text("utf-8")

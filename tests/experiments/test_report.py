@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from experiments.report import sweep_files
 from experiments.sweep import intervals, tables
@@ -39,7 +40,7 @@ def calibration(tmp_path):
 
 
 def pixels(uri):
-    picture = page.Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2])))
+    picture = Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2])))
     return np.asarray(picture.convert("RGB"))
 
 

@@ -108,10 +108,11 @@ def test_places_that_cannot_be_written(call, sweep, monkeypatch, out, message):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--sweep=none", "--out=x.tex"], "--out=x.tex: the page is HTML, call it x.html"),
-        (["--leaderboard=none", "--out=x"], "--out=x: the page is HTML, call it x.html"),
-        (["--leaderboard=none", "--images=3"], "--images belongs to --sweep: leave it out"),
-        (["--leaderboard=none", "--calibration=x"], "--calibration belongs to --sweep"),
+        (["--sweep=none", "--out=x.doc"], "--out=x.doc: choose a name that ends in .html, .htm, "),
+        (["--leaderboard=none", "--out=x.tex"], "choose a name that ends in .html, .htm\n"),
+        (["--leaderboard=none", "--images=3"], "--images is for .html, .htm of a --sweep: leave"),
+        (["--sweep=none", "--columns=policy"], "--columns is for .tex, .md of a --sweep: leave"),
+        (["--sweep=none", "--out=x.pdf", "--metrics=kl,psnr"], "a figure shows one metric"),
     ],
 )
 def test_flags_without_effect_are_refused_before_anything_is_read(refused, flags, message):

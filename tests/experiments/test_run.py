@@ -6,12 +6,15 @@ import sys
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from experiments import images
 from experiments.evaluation import metrics
 from experiments.run import __main__ as run_module
 from experiments.run import files, results
 from experiments.run.files import Shown
 from tests.experiments.conftest import flags_as_text
+from tests.experiments.html_page import Page
 from varjax import policies
 
 FIELDS = "policy budget policy_args model schedule seed dtype device versions".split()
@@ -27,11 +30,13 @@ def test_results(call, checkpoint, tmp_path):
     """Pictures, arrays and every promised field; numbers agree with each other."""
     out = tmp_path / "out"
     flags = "--policy=headkv --budget=0.5 --labels=3,7,7 --batch_size=2 --compare".split()
-    status, text, err = call("run", checkpoint, *flags, "--save_arrays", f"--out={out}")
+    flags += ("--save_arrays", "--save_kept")
+    status, text, err = call("run", checkpoint, *flags, f"--out={out}")
     assert status == 0, err
     assert "allocated KV" in text and "token agreement" in text
-    files = ["arrays.npz", "grid.png", "report.json", "samples.npz"]
-    assert sorted(p.name for p in out.iterdir()) == files
+    files = "arrays.npz compare.html compare.png grid.png kept.npz kept.png report.json samples.npz"
+    assert sorted(p.name for p in out.iterdir()) == files.split() == report_of(out)["files"]
+    check_pairs(out)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     report = report_of(out)
     assert all(f in report for f in FIELDS) and all(f in report["kv"] for f in KV)
@@ -49,6 +54,31 @@ def test_results(call, checkpoint, tmp_path):
         assert (arrays["tokens"][1] != arrays["tokens"][2]).any()  # same label, own key
         rounded = np.floor(np.moveaxis(arrays["images"], 1, -1) * 255 + 0.5)
         np.testing.assert_array_equal(samples["arr_0"], rounded)
+    with np.load(out / "kept.npz") as found:
+        keep, drawn = found["keep"], found["drawn"]
+    assert keep.shape[0] == 3 and keep.shape[-1] == 130 and len(drawn) == keep.shape[1]
+    assert (keep[1] != keep[2]).any() and keep[:, -1].any() and not keep[..., drawn[-1] :].any()
+    assert keep[:, -1].sum((1, 2, 3)).max() <= 0.5 * keep[0, 0, ..., : drawn[-1]].size
+
+
+def test_kept_tokens_that_cannot_be_told(call, checkpoint, tmp_path, monkeypatch):
+    flags = (checkpoint, "--policy=headkv", "--budget=0.5", "--save_kept")
+    monkeypatch.setattr(run_module, "LARGEST_KEPT", 2**15)
+    status, _, err = call("run", *flags, "--num_images=4", f"--out={tmp_path}/o")
+    assert status == 2 and "4 images take" in err and "draw fewer" in err
+    assert not any(tmp_path.iterdir())
+
+
+def check_pairs(out):
+    """The page is one sound file with a slider and three pairs; pictures are below the full
+    cache's, enlarged."""
+    page = Page((out / "compare.html").read_text(encoding="utf-8"))
+    assert not page.unbalanced and not page.open and page.tags.count("input") == 1
+    assert [r[:11] for r in page.resources] == ["data:,", *["data:image/"] * 3]
+    assert sum(bool(re.fullmatch(r"class \d: (\d+.\d dB|identical)", t)) for t in page.texts) == 3
+    picture = np.asarray(Image.open(out / "compare.png"))  # 16 pixels and white, eight times
+    below = picture[images.CAPTION_HEIGHT + 8 * 17 :][: 8 * 16 : 8, : 8 * 16 : 8]
+    np.testing.assert_array_equal(below, np.load(out / "samples.npz")["arr_0"][0])
 
 
 MINE = """
@@ -99,7 +129,7 @@ BAD = [
     (("--policy=table", "--policy_args=path=/nowhere.npz"), "no file"),
     (("--labels=3,10",), "labels 10"),
     (("--labels=-1",), "labels -1"),
-    (("--labels=three",), "class numbers"),
+    (("--labels=three",), "no class is called 'three'"),
     (("--labels=1", "--num_images=2"), "exclude each other"),
     (("--num_images=0",), "choose 1 to"),
     (("--num_images=1000000000000",), "choose 1 to 10000000"),

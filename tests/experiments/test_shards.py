@@ -54,7 +54,7 @@ def test_refused_before_anything_is_compiled(refused, checkpoint, flag, message)
 
 def test_killed_resumed_and_merged_is_one_run(call, checkpoint, tmp_path, monkeypatch):
     out, whole = tmp_path / "out", tmp_path / "whole"
-    flags = (checkpoint, *RUN, "--compare", "--save_arrays")
+    flags = (checkpoint, *RUN, "--compare", "--save_arrays", "--save_kept")
     start, drawn = Generator._start, []
 
     def counted(self, condition, index, given, **options):
@@ -77,9 +77,10 @@ def test_killed_resumed_and_merged_is_one_run(call, checkpoint, tmp_path, monkey
     assert again[0] == 0 and "there already" in again[1] and len(drawn) == len(expected)
     assert call("merge", str(out))[0] == 0
     assert call("run", *flags, f"--out={whole}")[0] == 0
-    for name in ("samples.npz", "arrays.npz"):
+    for name in ("samples.npz", "arrays.npz", "kept.npz"):
         assert arrays(out / name) == arrays(whole / name)
-    assert (out / "grid.png").read_bytes() == (whole / "grid.png").read_bytes()
+    for name in ("grid.png", "compare.png"):
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
     ours, theirs = report(out), report(whole)
     assert ours.keys() == theirs.keys() and ours["resumed"] and len(ours["time"]["runs"]) == 2
     assert {n: ours[n] for n in ours if n not in TIMES} == {

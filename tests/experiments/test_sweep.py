@@ -201,6 +201,47 @@ def test_entries():
         plan.parse_entries("streaming:3")
 
 
+def test_grids(call):
+    """Every pair of values is an entry; many cells have to be confirmed."""
+    entries = plan.parse_entries("headkv:window=2|4:sinks=0|2+ratio=0.7,swa")
+    assert [entry.label for entry in entries] == [
+        *(f"headkv:window={w}+sinks={s}+ratio=0.7" for w in (2, 4) for s in (0, 2)),
+        "swa",
+    ]
+    many = "|".join(map(str, range(1, 51)))
+    text = f"headkv:window={many}:sinks={many}"
+    status, out, err = call("sweep", f"--policies={text}", "--budgets=0.1,0.2,0.3,0.4")
+    assert status == 2 and not out and "asks for 10000 cells: add --yes" in err
+    assert len(plan.parse_entries(text, 4, True)) == 2500
+    for wrong, words in (
+        (f"{text}:ratio={many}", "fewer values"),
+        ("headkv:window=2||4", "empty value"),
+        ("headkv::window=2", "cannot read 'headkv::window=2'"),
+        ("headkv:window=2|2", "twice"),
+    ):
+        with pytest.raises(UserError, match=words):
+            plan.parse_entries(wrong, confirmed=True)
+
+
+def test_the_plot_over_an_argument(tmp_path):
+    """A chart for each argument with several values: x is its value, budgets are lines."""
+    charts = pytest.importorskip("experiments.report.charts", reason="needs the extra eval")
+    rows = [
+        {"label": f"headkv:window={w}+score={s}", "status": "done", "budget": b, "kl": w * b}
+        for w in (2, 16, 4)
+        for s in "ab"
+        for b in (0.1, 0.25)
+    ]
+    rows += [rows[0] | {"status": "infeasible"}, rows[0] | {"label": "swa", "kl": 1.0}]
+    window, score = (chart.to_dict() for chart in charts.over_arguments(rows))
+    points = {(p["policy"], p["x"]): p["value"] for p in window["data"]["values"]}
+    assert points["headkv:score=b at 0.25", 16] == 4 and len(points) == 12
+    assert {x for _, x in points} == {2, 4, 16}
+    assert {p["x"] for p in score["data"]["values"]} == {"a", "b"}
+    charts.save(tmp_path / "none.png", rows[-1:], charts.over_arguments)
+    assert not (tmp_path / "none.png").exists()
+
+
 def test_without_calibration_all_says_who_needs_one():
     geometry = models.fixture_model("b_k6_sharedaln").geometry
     entries = plan.parse_entries("all")
@@ -256,7 +297,7 @@ def test_any_label_can_be_written_and_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "samples", lambda found, results: {"labels": np.zeros(1)})
     out = tmp_path / "out"
     tables.write_tables(out, None, {}, {}, b"{}")
-    assert (out / "fidelity.png").stat().st_size > 10**4
+    assert all((out / f"{name}.png").stat().st_size > 10**4 for name in ("fidelity", "arguments"))
     assert "\\udcff\\ud800" in (out / "sweep.md").read_text(encoding="utf-8")
     with open(out / "sweep.json", encoding="utf-8") as file:
         assert [cell["label"] for cell in json.load(file)["cells"]] == list(LABELS)

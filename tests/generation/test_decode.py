@@ -52,16 +52,21 @@ def test_refuses_what_does_not_fit(name):
             jax.eval_shape(decode, params, state, condition, wrong, inputs)
 
 
-@pytest.mark.slow
-def test_the_page():
-    """docs/howto/generate.md says how to call it."""
-    [code] = re.findall("```python\n(import jax\n.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
-    names = {}
-    exec(code, names)
-    results, generator = names["results"], names["generator"]
-    condition = conditions.resolve(generator.model, labels=[22, 11])
-    expected = generator.draw(condition, np.arange(2), seed=0)
-    np.testing.assert_array_equal(results["tokens"], expected["tokens"])
+def test_the_page(monkeypatch):
+    """docs/howto/generate.md says how to watch, keep and decode, and how to call the core."""
+    small = models.fixture_model(NAMES[0])
+    monkeypatch.setattr(varjax, "load", lambda: small)
+    codes = re.compile("```python\n(import jax\\b.*?)```", re.DOTALL)
+    watching, calling = codes.findall(PAGE.read_text("utf-8"))
+    names, pure = {}, {}
+    exec(watching, names)
+    results, previews = names["results"], names["previews"]
+    np.testing.assert_allclose(names["images"], results["images"], atol=1e-5)
+    np.testing.assert_array_equal(previews[-1], names["images"])
+    assert results["logits"].shape[:2] == results["tokens"].shape
+    assert len(previews) == names["generator"].plan.geometry.schedule.num_scales
+    exec(calling, pure)
+    np.testing.assert_array_equal(pure["results"]["tokens"], results["tokens"])
 
 
 def test_called_again_no_module_is_looked_at():

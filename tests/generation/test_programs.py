@@ -60,6 +60,7 @@ def test_generation_with_layouts_chosen_by_the_compiler(layers, monkeypatch):
 def test_compiler_options_give_way_to_flags(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     few = ("xla_gpu_blas_max_algorithms",) if jax_versions.LIMITS_ALGORITHMS else ()
+    few = (program.GRAPHS_IN_PROFILES, *few)
     eigen, libraries = "xla_cpu_experimental_ynn_fusion_type", "xla_gpu_enable_triton_gemm"
     for few_rows, cpu in ((False, (eigen,)), (True, ())):
         assert tuple(program.compiler_options("cpu", few_rows=few_rows)) == cpu

@@ -1,6 +1,7 @@
 """What the Python API refuses, and the calibration it takes by itself."""
 
 import dataclasses
+import sys
 
 import numpy as np
 import pytest
@@ -55,6 +56,7 @@ def test_a_calibration_of_other_weights_is_refused(demo):
         ({"calibration": 5, "policy": "hack"}, "^calibration=5: give a path"),
         ({"kv_dtype": 7}, "unknown kv_dtype 7"),
         ({"decode_dtype": None}, "unknown decode_dtype None"),
+        ({"as_pil": "yes"}, "^as_pil='yes'"),
         ({"batch_size": 0}, "^batch_size=0: choose 1 to 1000000"),
     ],
 )
@@ -81,6 +83,26 @@ def test_nonsense_is_refused(demo, monkeypatch, arguments, message):
 def test_nonsense_for_a_generator_is_refused(demo, arguments, message):
     with pytest.raises(UserError, match=message):
         models.built(demo, **arguments)
+
+
+def test_pictures_of_pillow(demo, monkeypatch):
+    """Rounded to bytes; without pillow it is said before anything is compiled."""
+    image = np.linspace(0, 1, 12, dtype=np.float32).reshape(1, 2, 2, 3)
+    monkeypatch.setattr(varjax.Generator, "__call__", lambda *_, **__: image)
+    [picture] = varjax.generate(demo, [1], as_pil=True)
+    assert picture.mode == "RGB" and picture.size == (2, 2)
+    np.testing.assert_array_equal(picture, np.round(255 * image[0]))
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    monkeypatch.setattr(varjax.Generator, "__init__", lambda *_, **__: pytest.fail("built"))
+    with pytest.raises(UserError, match="pictures needs the package PIL.*pip install"):
+        varjax.generate(demo, [1], as_pil=True)
+
+
+def test_names():
+    """They are those that `describe` and `generate` take."""
+    assert {"demo", "demo-llamagen", "var-d16"} <= set(varjax.models.names())
+    assert varjax.policies.names() == list(policies.POLICIES)
+    assert varjax.describe(varjax.models.names()[2]).is_abstract
 
 
 def test_a_plan_of_another_model_is_refused(demo):

@@ -120,6 +120,28 @@ def test_norms(name, dtype, capsys):
     assert gpu_simulation.no_races(capsys)
 
 
+@pytest.mark.parametrize("run", ["reference", pytest.param("kernel", marks=gpu_simulation.needed)])
+def test_a_float32_stream_with_vectors_that_all_rows_share(run):
+    """As in Infinity: branch and normalised rows are bfloat16."""
+    stream, branch, norm = case("overlap", "bfloat16")
+    stream = numbers(5, *stream.shape)
+    one = Vectors(numbers(8, LAYERS, 1, 3, stream.shape[-1], size=0.5), LAYER)
+    each = replace(one, array=jnp.repeat(one.array, len(stream), axis=1))
+    operation = reference.add_and_normalize
+    if run == "kernel":
+        operation = partial(simulated, mosaic_gpu.add_and_normalize)
+    places = dict(scale=0, shift=1)
+    found, repeated = (
+        operation(stream, replace(branch, gates=v, place=2), replace(norm, vectors=v, **places))
+        for v in (one, each)
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, repeated)
+    assert [a.dtype for a in found] == [jnp.bfloat16, jnp.float32]
+    given = stream, replace(branch, gates=one, place=2), replace(norm, vectors=one, **places)
+    for a, wanted in zip(found, exact(given), strict=True):
+        assert difference(a, wanted) < 1e-2
+
+
 @gpu_simulation.needed
 @pytest.mark.parametrize("scheme", [FP8, W8A8])
 @pytest.mark.parametrize("name", ["overlap", "single", "wide"])

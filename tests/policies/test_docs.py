@@ -1,6 +1,7 @@
 """What docs/ says of policies: programs run, every policy and argument is named."""
 
 import dataclasses
+import inspect
 import pathlib
 import re
 
@@ -14,7 +15,7 @@ from tests.policies.observations import DEMO, kept_columns, observation
 from tests.tokens import stand_in
 from varjax.core.errors import UserError
 from varjax.core.planner import plan_cache
-from varjax.policies import POLICIES, Policy, get_policy, registry
+from varjax.policies import POLICIES, Policy, capacities, get_policy, masks, registry
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -119,6 +120,27 @@ REMOVED_FROM_D30 = {  # tokens per head that every scale sees
     "intermediate": [0, 1, 5, 14, 30, 46, 66, 105, 169, 274],
     "local": [0, 1, 5, 14, 30, 55, 91, 155, 155, 155],
 }
+
+
+def helpers() -> str:
+    """What docs/howto/own_policy.md lists: each function's arguments and first sentence."""
+    lines = []
+    for module in (masks, capacities):
+        for name, function in vars(module).items():
+            own = inspect.isfunction(function) and function.__module__ == module.__name__
+            if own and name[0] != "_":
+                found = inspect.signature(function).parameters.values()
+                plain = [p.replace(annotation=inspect.Parameter.empty) for p in found]
+                words = " ".join(function.__doc__.split()).split(". ")[0].split("; ")[0].rstrip(".")
+                of = f"{module.__name__.split('.')[-1]}.{name}{inspect.Signature(plain)}"
+                lines.append(f"- `{of}`: {words}")
+    return "\n".join(lines)
+
+
+def test_every_mask_is_listed():
+    page = (DOCS / "howto" / "own_policy.md").read_text("utf-8")
+    listed = page.split("of `varjax.policies`; R rows, N heads, K candidates.\n\n")[1]
+    assert listed.split("\n\n")[0] == helpers(), f"paste this:\n{helpers()}"
 
 
 def section(title: str) -> str:

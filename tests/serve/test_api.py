@@ -26,6 +26,7 @@ from tests.serve.server import (
     service_of,
     wait_until,
 )
+from varjax.generation.kept import at_the_end
 from varjax.models.labels import Labels
 from varjax.policies import get_policy
 from varjax.storage.pictures import to_uint8
@@ -132,7 +133,7 @@ def test_a_policy_of_a_request(client, service):
     kept = found["data"][0]["kept"]
     bits = np.unpackbits(np.frombuffer(base64.b64decode(kept["b64"]), np.uint8))
     shape = kept["layers"], kept["heads"], kept["tokens"]
-    expected = plan.at_the_end(results["contents"])
+    expected = at_the_end(plan, results["contents"])
     np.testing.assert_array_equal(bits[: np.prod(shape)].reshape(shape), expected)
     tokens = found["data"][0]["tokens"]
     numbers = np.frombuffer(base64.b64decode(tokens["b64"]), "<i4").reshape(tokens["shape"])

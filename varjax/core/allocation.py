@@ -249,11 +249,11 @@ class StageAllocation:
         reads: tokens of the ring that a query reads; None: all."""
         slots = min(slots, geometry.schedule.steps)
         # where a query reads the whole ring no offset has to be chosen
-        if reads is not None:
-            reads = np.full(geometry.num_layers, reads) if reads < slots - protected else None
+        some = reads is not None and reads < slots - protected
+        read = np.full(geometry.num_layers, reads) if some else None
         period = min(geometry.schedule.line, geometry.schedule.steps)
-        slots = np.full(geometry.num_layers, slots)
-        return cls(slots, period, decides=False, protected=protected, reads=reads)
+        rings = np.full(geometry.num_layers, slots)
+        return cls(rings, period, decides=False, protected=protected, reads=read)
 
     def decisions(self, geometry: Geometry) -> tuple[int, int] | None:
         """The tokens between two decisions, and how many decisions there are; None where nothing is

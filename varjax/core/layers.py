@@ -10,11 +10,12 @@ Letters: R rows, T tokens, N heads, H head size, D width.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
@@ -29,8 +30,6 @@ HIDDEN = "hidden"  # the width of the feed-forward
 MODULATION = "modulation"  # gates, scales and shifts of all layers, once per image
 
 MAX_LOG_SCALE = math.log(100.0)  # of the learned attention multiplier
-
-
 Activation = Callable[[Array], Array]  # a function of every number
 
 
@@ -54,9 +53,9 @@ class Linear(nnx.Linear):
     """A linear layer whose kernel may be a `Matrix`."""
 
     def __call__(
-        self, x: Float[Array, "... D_in"], activation: Activation | None = None
+        self, x: Float[Array, "... D_in"] | PyTree[Array], activation: Activation | None = None
     ) -> Float[Array, "... D_out"]:
-        """activation: applied to `x` first."""
+        """x: or rows in a form that the `Matrix` takes. activation: applied to `x` first."""
         if not is_matrix(self.kernel.get_value()):
             return super().__call__(activation(x) if activation else x)
         product = self.product(x, activation=activation)
@@ -64,7 +63,7 @@ class Linear(nnx.Linear):
 
     def product(
         self,
-        x: Float[Array, "... D_in"],
+        x: Float[Array, "... D_in"] | PyTree[Array],
         dtype=None,
         axis: str | None = None,
         activation: Activation | None = None,
@@ -161,10 +160,12 @@ class ResidualStream:
     products, in plain JAX: what branches give is added at once. What is faster is a subclass
     (`varjax.fast.stream.FusedStream`); norms, sums and products then have forms of its own.
 
-    `vectors` are what the condition of each row gives to a layer: gates, scales, shifts.
+    `vectors` are what the condition of each row gives to a layer: gates, scales, shifts. dtype:
+    static, of the normalised stream; None: that of `value`.
     """
 
     value: Float[Array, "R T D"]
+    dtype: np.dtype | None = field(default=None, metadata=dict(static=True))
 
     def vectors(
         self, of_layer: PyTree[Array], of_all: PyTree[Array], layer: Int[Array, ""]
@@ -175,10 +176,9 @@ class ResidualStream:
     def normalized(
         self, vectors: PyTree[Array], scale: int, shift: int, eps: float
     ) -> tuple[PyTree[Array], Self]:
-        """The normalised and modulated stream, and the stream to go on with. scale, shift: places
-        in `vectors`."""
-        normal = layer_norm(self.value, eps)
-        return modulate(normal, vectors[:, scale], vectors[:, shift]), self
+        """The modulated norm, and the stream to go on with. scale, shift: places in `vectors`."""
+        normal = modulate(layer_norm(self.value, eps), vectors[:, scale], vectors[:, shift])
+        return normal.astype(self.dtype or self.value.dtype), self
 
     def qkv(self, block: nnx.Module, h: PyTree[Array], head_dim: int) -> Projection:
         """`fused_qkv` of the normalised stream."""
@@ -204,7 +204,7 @@ class ResidualStream:
 
     def added(self, product: PyTree[Array], vectors: PyTree[Array], gate: int) -> Self:
         """The stream with a product, multiplied by the vector in place `gate`."""
-        return type(self)(self.value + product * vectors[:, None, gate])
+        return replace(self, value=self.value + product * vectors[:, None, gate])
 
     def settled(self) -> Float[Array, "R T D"]:
         """The stream as an array, all added up."""

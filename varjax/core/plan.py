@@ -34,18 +34,12 @@ class CachePlan:
       policy, with what to do instead; None if they can.
     static_content: whether the contents are known before the program starts.
     chooses: whether the device ever has to choose which tokens stay.
-    final_cache_tells: whether `at_the_end` reads the final cache.
     live_tokens: int64 [K, L], tokens in the whole cache (one row) right after layer l of scale or
       stage s has stored. used_slots: slots in use then, counted in whole blocks.
     empty_state(batch_size, dtype, compute_dtype, groups): an empty cache for a batch of images, its
       pool in `dtype` (int8 comes with scales), queries and keys that attention sees in
       `compute_dtype`; the caches of `groups` devices, each with a group of heads, side by side.
     kv_arrays(state): the arrays of a cache that hold K and V, and the scales of an int8 pool.
-    at_the_end(found, row): bool [L, N, F], which of the F image tokens that are ever stored (all
-      scales but the last, or all image tokens but the last) each head holds when the last scale or
-      token is drawn. found: scale by scale the "contents" that a generator with `keep_contents`
-      returns; token by token the final cache; not looked at where contents are known. row: of the
-      cache; row i of a batch is its image i with its condition.
     divide(groups): a plan for each of several groups of heads, all with pools of one size.
     arrays(): what `experiments.plan --save` writes beside sizes and capacities.
     _decided(): the arrays that the compiled program reads or depends on.
@@ -61,8 +55,6 @@ class CachePlan:
     pool_blocks: int
     capacity: np.ndarray
     policy: Policy
-
-    final_cache_tells = False
 
     @cached_property
     def rule(self) -> Rule:

@@ -131,6 +131,16 @@ def check_seed(seed: int, runs: int = 1, *, name: str = "seed") -> int:
     return arguments.integer(name, seed, 0, 2**31 - runs)
 
 
+def check_seeds(seed: int | np.ndarray, images: int) -> int | np.ndarray:
+    """A seed for all images, or one for each, checked as `check_seed` does."""
+    if not isinstance(seed, (np.ndarray, list, tuple)):
+        return check_seed(seed)
+    seeds = arguments.integers("seed", seed, "give one for each image, or one for all", images)
+    if len(seeds) != images:
+        raise UserError(f"{len(seeds)} seeds for a batch of {images} images: give one for each")
+    return np.array([check_seed(value) for value in seeds], np.int32)
+
+
 @dataclass(frozen=True)
 class Scores:
     """Logits of all rows as a head gives them, before temperature and guidance.

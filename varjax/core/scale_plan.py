@@ -5,7 +5,7 @@ from functools import cached_property
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array
 
 from varjax.core import allocator
 from varjax.core.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
@@ -161,29 +161,6 @@ class ScalePlan(CachePlan):
 
     def _decided(self) -> tuple[np.ndarray | None, ...]:
         return self.capacity, self.ids, self.start, self.stop, self.write_slots
-
-    def at_the_end(self, found: PyTree, row: int = 0) -> Bool[np.ndarray, "L N F"]:
-        g, last = self.geometry, self.geometry.schedule.num_scales - 1
-        if self.static_content:
-            return self.allocation.visible(g, last)[..., : g.schedule.persistent_tokens]
-        kept = np.zeros((g.num_layers, g.num_heads, g.schedule.persistent_tokens), bool)
-        if last == 0:
-            return kept
-        # after the scale before the last one: the last one reads that cache and stores nothing
-        position = np.asarray(found["position"])[last - 1, row]
-        regions = np.broadcast_to(np.arange(g.num_heads), kept.shape[:2])
-        if found["regions"] is not None:
-            regions = np.asarray(found["regions"])[last - 1, :, row]
-        # slots of every region, [L, N, table entries x slots of a block], and which of them it uses
-        inside = np.arange(self.block_size)
-        slots = self.ids[last][..., None] * self.block_size + inside
-        used = (inside >= self.start[last][..., None]) & (inside < self.stop[last][..., None])
-        slots, used = (a.reshape(*kept.shape[:2], -1) for a in (slots, used))
-        layer, head, place = np.nonzero(np.take_along_axis(used, regions[..., None], axis=1))
-        token = position[slots[layer, regions[layer, head], place]]
-        there = token >= 0  # rows may hold fewer tokens than their regions have room for
-        kept[layer[there], head[there], token[there]] = True
-        return kept
 
     # --- for people -------------------------------------------------------------------------------
 

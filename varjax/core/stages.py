@@ -16,7 +16,7 @@ from operator import attrgetter
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array
 
 from varjax.core import token_state
 from varjax.core.allocation import Geometry, StageAllocation
@@ -38,7 +38,6 @@ class TokenPlan(CachePlan):
 
     sequence = property(attrgetter("geometry.schedule"))
     chooses = property(attrgetter("allocation.decides"))
-    final_cache_tells = True
     static_content = property(lambda self: not self.allocation.decides)
 
     @property
@@ -91,23 +90,6 @@ class TokenPlan(CachePlan):
         )
         # All heads of a layer have equally many slots, whatever the policy: groups are alike.
         return (group,) * groups
-
-    def at_the_end(self, found: PyTree, row: int = 0) -> Bool[np.ndarray, "L N F"]:
-        g, allocation, condition = self.geometry, self.allocation, self.sequence.condition
-        # the last token is drawn and never stored
-        steps = self.sequence.steps
-        kept = np.zeros((g.num_layers, g.num_heads, steps), bool)
-        for layer in range(g.num_layers):
-            if self.static_content:  # a ring of the newest tokens behind those that stay
-                ring = int(allocation.slots[layer]) - allocation.protected
-                token = np.arange(steps)
-                kept[layer] = (token < allocation.protected) | (token >= steps - ring)
-                continue
-            # slots of the condition and empty ones get numbers outside of the image's tokens
-            position = np.asarray(found[layer].position)[row] - condition
-            head, slot = np.nonzero((position >= 0) & (position < steps))
-            kept[layer, head, position[head, slot]] = True
-        return kept
 
     # --- for people -------------------------------------------------------------------------------
 

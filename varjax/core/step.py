@@ -86,7 +86,7 @@ class StaticStep:
             # A slot that this scale frees is taken by one of its own tokens. `after` makes the
             # write wait for the read: without it XLA copies the pool in every layer (CPU, GPU).
             state = store(state, projection, inputs.write, self.attention, after=out)
-        return out, state
+        return out, state  # pyright: ignore[reportReturnType]
 
 
 class Update(enum.IntEnum):

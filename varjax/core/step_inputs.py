@@ -106,7 +106,7 @@ class StepInputs:
         a token are those of `patchify`."""
         columns = self.down_rows if self.down_columns is None else self.down_columns
         grid = patchify(resize(code_map, self.down_rows, columns), self.patch)
-        return grid.reshape(len(grid), -1, grid.shape[-1])[:, self.cell]
+        return grid.reshape(len(grid), -1, grid.shape[-1])[:, self.cell]  # pyright: ignore[reportReturnType]
 
     def enlarge(self, codes: Float[Array, "B T codes"]) -> Float[Array, "B P Q C"]:
         """A padded row of codes enlarged to the latent map."""
@@ -125,8 +125,8 @@ def _resizing(
     # Resizing is linear and separable: two matrices per scale. Padded rows and columns are zero, so
     # the padding of the grid neither enters the latent map nor comes out of it.
     down, up = MATRICES[shrink], MATRICES[enlarge]
-    sides = [int(side) * patch for side in sides]
+    all_sides = [int(side) * patch for side in sides]
     return (
-        np.stack([np.pad(down(final, side), ((0, grid - side), (0, 0))) for side in sides]),
-        np.stack([np.pad(up(side, final), ((0, 0), (0, grid - side))) for side in sides]),
+        np.stack([np.pad(down(final, side), ((0, grid - side), (0, 0))) for side in all_sides]),
+        np.stack([np.pad(up(side, final), ((0, 0), (0, grid - side))) for side in all_sides]),
     )

@@ -141,9 +141,9 @@ class StageDecision:
         sums = jnp.zeros(cache.pool.shape[:3], jnp.float32)
 
         def weights(q: Float[Array, "R N H"]) -> Float[Array, "R N C"]:
-            slots = replace(cache, mass=sums, reach=None)
-            query = Query(q, first_bias=bias)
-            return token_attention.attend(query, slots, implementation=self.attention)[1]
+            query, slots = Query(q, first_bias=bias), replace(cache, mass=sums, reach=None)
+            _, mass = token_attention.attend(query, slots, implementation=self.attention)
+            return mass  # pyright: ignore[reportReturnType]
 
         newest = cache.queries[:, :, -1]
         if self.queries_per_head == 1:

@@ -42,7 +42,7 @@ class TokenSpec:
     plan: of the cache.
     layers: how each layer uses its cache.
     attention: implementation of the kernels; None takes what the platform has.
-    keep_logits: whether guided logits are among the results.
+    keep_logits, keep_contents: whether guided logits, or "contents", are among the results.
     watch: called on the host with an image token's number and the tokens [B, 1].
     """
 
@@ -51,6 +51,7 @@ class TokenSpec:
     sampling: Sampling
     attention: str | None = None
     keep_logits: bool = False
+    keep_contents: bool = False
     watch: Callable[[Array, Array], None] | None = None
 
     segments: ClassVar[tuple[Segment, ...]] = ()
@@ -79,7 +80,8 @@ class TokenSpec:
         inputs: for every layer what its policy knows beforehand (`Rule.inputs`), or nothing.
 
         The tokens are int32 [B, N] without new lines, the logits float32 [B, N, V]; the caches are
-        as they are after the last token that is read.
+        as they are after the last token that is read. contents: for every layer
+        `LayerCache.position` after every decision, an axis of decisions in front.
         """
         # without decisions there is one stage
         period, decided = self.plan.allocation.decisions(self.plan.geometry) or (0, 0)
@@ -103,10 +105,12 @@ class TokenSpec:
             # take a `cond`, and one that returns the caches may copy them.
             with jax.named_scope("decide"):
                 state = steps.decide(state, number, bias)
-            return (tokens, state), drawn
+            held = [cache.position for cache in state] if self.keep_contents else []
+            return (tokens, state), (drawn, held)
 
+        contents = []
         if decided:
-            carry, drawn = jax.lax.scan(stage, carry, jnp.arange(decided))
+            carry, (drawn, contents) = jax.lax.scan(stage, carry, jnp.arange(decided))
             # [stages, P, ...] -> [tokens, ...]
             parts.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), drawn))
         # The last stage is shorter than the others, so it is traced on its own.
@@ -125,7 +129,8 @@ class TokenSpec:
         with jax.named_scope("codes"):
             grid = networks["transformer"].config.grid
             code_map = networks["codec"].code_map(results["tokens"], grid)
-        return results | {"code_map": code_map}, state
+        told = {"contents": contents} if self.keep_contents else {}
+        return results | told | {"code_map": code_map}, state
 
 
 class _TokenSteps:

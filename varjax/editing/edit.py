@@ -85,7 +85,7 @@ def edit(
     model: Model,
     images: Array | np.ndarray,
     mask: Array | np.ndarray | None = None,
-    labels: Sequence[int] | None = None,
+    labels: Sequence[int | str] | None = None,
     policy: str | Policy = "full",
     budget: float | None = None,
     *,

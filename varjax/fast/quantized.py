@@ -74,18 +74,20 @@ class Quantized(Matrix):
 
     def product(
         self,
-        x: Float[Array, "... D_in"],
+        x: Float[Array, "... D_in"] | Rows8,
         dtype=None,
         axis: str | None = None,
         activation: Activation | None = None,
     ) -> Float[Array, "... D_out"]:
-        """`x @ matrix`, summed up in float32. `NotImplementedError`: the device that is traced for
-        does not multiply in this scheme.
+        """`x @ matrix`, summed up in float32; of rows in 8 bits `sums`, finished.
+        `NotImplementedError`: the device that is traced for does not multiply in this scheme.
 
         dtype: of the result; None: of `x`.
         axis: of the mesh, over whose devices `D_in` is divided: they scale a row alike.
         activation: applied to `x` first.
         """
+        if isinstance(x, Rows8):
+            return self.sums(x).finished()
         rows, kind = x.reshape(-1, x.shape[-1]), dtype or x.dtype
         if self.scheme.activations:
             in_8_bits = rows_8(rows, self.scheme, activation, axis)

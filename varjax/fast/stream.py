@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from pallas_kernels.projection import Projection
 from pallas_kernels.residual import Branch, Norm, Rows8, Sums, Vectors
@@ -37,16 +37,17 @@ class FusedStream(ResidualStream):
 
     def vectors(
         self,
-        of_layer: Float[Array, "R places D"],
-        of_all: Float[Array, "layers R places D"],
+        of_layer: PyTree[Array],
+        of_all: PyTree[Array],
         layer: Int[Array, ""],
-    ) -> Vectors:
-        return Vectors(of_all, layer)  # kernels read them where they lie
+    ) -> PyTree[Array]:
+        # kernels read vectors where they lie; numbers of a layer are no vectors
+        return jax.tree.map(lambda one, a: Vectors(a, layer) if one.ndim else one, of_layer, of_all)
 
     def normalized(
         self, vectors: Vectors, scale: int, shift: int, eps: float
     ) -> tuple[Float[Array, "R T D"] | Rows8, "FusedStream"]:
-        norm = Norm(vectors, scale, shift, eps, self.value.dtype, self.bits)
+        norm = Norm(vectors, scale, shift, eps, self.dtype or self.value.dtype, self.bits)
         found, value = add_and_normalize(
             self.value, self.branch, norm, implementation=self.implementation
         )
@@ -99,11 +100,15 @@ class FusedStream(ResidualStream):
 
 
 def stream_of(
-    transformer: nnx.Module, x: Float[Array, "R T D"], implementation: str | None
+    transformer: nnx.Module,
+    x: Float[Array, "R T D"],
+    implementation: str | None,
+    dtype: np.dtype | None = None,
 ) -> ResidualStream:
     """The stream before the first layer: fused where there is a kernel that fits.
 
-    transformer: a `varjax.core.transformer.Transformer`. implementation: of the kernels.
+    transformer: a `varjax.core.transformer.Transformer`. implementation: of the kernels. dtype: of
+    norms; None: that of `x`.
     """
     bits = quantized.scheme_of_rows(transformer)
     # Kernels do not scale a row alike on the devices that share it, and attention takes no int32
@@ -111,5 +116,5 @@ def stream_of(
     fits = bits is None or (transformer.model_axis is None and bits.dtype != np.int8)
     # A scan's carry is the same in all layers: there no branch can wait for the next layer's norm.
     if fits and stacked.is_separate(transformer.blocks) and has_kernel(implementation):
-        return FusedStream(x, implementation=implementation, bits=bits)
-    return ResidualStream(x)
+        return FusedStream(x, dtype, implementation=implementation, bits=bits)
+    return ResidualStream(x, dtype)

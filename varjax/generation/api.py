@@ -19,6 +19,7 @@ from varjax.generation.mesh import MeshSpec
 from varjax.models.model import Model, check_model
 from varjax.policies import Policy
 from varjax.policies.registry import resolve_policy
+from varjax.storage import pictures
 from varjax.text.features import TextFeatures
 from varjax.text.prompt_ids import PromptIds
 
@@ -49,8 +50,10 @@ def plan(
     words = "a model, from varjax.load or varjax.describe, or the geometry of one"
     arguments.instance("model", model, (Model, Geometry), words)
     chosen = resolve_policy(policy, budget)
-    geometry, guidance = model, None
-    if isinstance(model, Model):
+    guidance = None
+    if isinstance(model, Geometry):
+        geometry = model
+    else:
         geometry = model.geometry_for(model.resolve_sampling(sampling))
         guidance = None if sampling is None else sampling.guidance
     found = calibration_lib.find(chosen, model, calibration, guidance)
@@ -61,7 +64,7 @@ def plan(
 
 def generate(
     model: Model,
-    labels: Sequence[int] | None = None,
+    labels: Sequence[int | str] | None = None,
     policy: str | Policy = "full",
     budget: float | None = None,
     *,
@@ -75,7 +78,8 @@ def generate(
     kv_dtype: str | None = None,
     decode_dtype: str = "auto",
     progress: bool | Callable[[int, int], None] = False,
-) -> np.ndarray:
+    as_pil: bool = False,
+) -> np.ndarray | list:
     """Generates one image per label or prompt: float32 [N, H, W, 3], RGB in [0, 1].
 
     Every call traces a program, and compiles it unless it was compiled before on this machine
@@ -83,7 +87,7 @@ def generate(
 
     Args:
       model: from `load`.
-      labels: class numbers, for class-conditional models.
+      labels: class numbers or names, for class-conditional models.
       prompts: texts, for text-conditional models whose checkpoint holds the text encoder, which is
         loaded, used and freed before anything is compiled for the model, or the tokenizer.
       text_features: what the text encoder makes of prompts, computed beforehand (`varjax.text`).
@@ -103,6 +107,7 @@ def generate(
         "float32"; "auto" is "float32" on a CPU, else "bfloat16".
       progress: True prints lines with the time that is left to standard error; a function is called
         with the number of images that are done, 0 before compiling, and the number of all.
+      as_pil: return a list of pictures of pillow, in 8 bits.
 
     Raises:
       UserError: for anything that cannot work, before compiling.
@@ -111,6 +116,8 @@ def generate(
     if batch_size is not None:
         arguments.integer("batch_size", batch_size, 1, arguments.LARGEST_BATCH)
     check_seed(seed)
+    if arguments.flag("as_pil", as_pil):
+        pictures.pillow()  # missing, it is said before anything is compiled
     given = {"labels": labels, "prompts": prompts, "text_features": text_features}
     given["prompt_ids"] = prompt_ids
     count = conditions.check(model, **given)
@@ -125,4 +132,5 @@ def generate(
         kv_dtype=kv_dtype,
         build=Build(decode_dtype=decode_dtype),
     )
-    return generator(**given, seed=seed, progress=progress)
+    images = generator(**given, seed=seed, progress=progress)
+    return pictures.to_pil(images) if as_pil else images

@@ -48,8 +48,8 @@ class Build:
     attention: implementation of the kernels; None takes what the platform has.
     matmul_precision: "default" or "highest", of float32 products.
     keep_logits: also return guided logits.
-    keep_contents: also return which tokens the cache holds after every scale, "contents", which
-      `CachePlan.at_the_end` reads; one device. Token by token the final cache says it.
+    keep_contents: also return which tokens the cache holds after every scale or decision,
+      "contents", which `generation.kept` reads; one device.
     decode_batch: images decoded at once; None: as many as 2 GiB of activations allow.
     decode_dtype: what the decoder of pixels computes in: "bfloat16", "tf32" or "float32"
       (`varjax.codecs.arithmetic`); "auto" is "float32" on a CPU, else "bfloat16".
@@ -172,6 +172,8 @@ def specify(
     that do not fit, or a plan for another number of rows. batch_size: images on the whole mesh."""
     config, planned, kernels = networks["transformer"].config, plan.geometry, build.attention
     planned.schedule.check_cut(build.segments, build.layers)
+    if build.keep_contents and mesh.num_devices > 1:
+        raise UserError("keep_contents works on one device: leave out mesh")
     # guidance runs an unconditional row beside the conditional one, with a cache of its own
     rows = 1 + config.is_guided(config.check_sampling(sampling))
     if planned.rows_per_image != rows:
@@ -180,14 +182,14 @@ def specify(
             f"{sampling.guidance} takes {rows}: plan with the geometry of this sampling "
             f"(`Model.geometry_for`)"
         )
+    keep = build.keep_logits, build.keep_contents
     if planned.kind == TOKENS:
         layers = tuple(token_step(plan, i, kernels) for i in range(planned.num_layers))
-        return TokenSpec(plan, layers, sampling, kernels, build.keep_logits, build.watch)
+        return TokenSpec(plan, layers, sampling, kernels, *keep, build.watch)
     # The cut depends on the rows that one device multiplies: few rows make padding free.
     rows = rows * batch_size // mesh.data or 1
     cuts = plan_segments(networks, planned.schedule, build.segments, rows, platform)
     cache = tuple(cache_step(plan, segment.scales, kernels) for segment in cuts)
-    keep = build.keep_logits, build.keep_contents
     return ScaleSpec(plan, cuts, cache, sampling, kernels, *keep, build.watch, mesh.model)
 
 

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from varjax import conditions, jax_settings
 from varjax.calibration import files as calibration_lib
@@ -21,13 +21,14 @@ from varjax.core.given import Given
 from varjax.core.plan import CachePlan
 from varjax.core.planner import plan_cache
 from varjax.core.policy import Policy
-from varjax.core.sampling import Sampling, check_seed, image_keys
+from varjax.core.sampling import Sampling, check_seed, check_seeds, image_keys
 from varjax.core.sequence import TOKENS
 from varjax.fast import stored
 from varjax.generation import compilation_cache, cost, hosts, memory, program, sharding
 from varjax.generation import weights as sharded_weights
 from varjax.generation.build import SCAN, UNROLL, Build, arrange_layers, pool_dtype, specify
 from varjax.generation.compiled import Program, Timing, Weights
+from varjax.generation.kept import of_images, telling
 from varjax.generation.mesh import MeshSpec, make_mesh
 from varjax.generation.progress import reporter
 from varjax.generation.started import Started, in_turn
@@ -89,8 +90,6 @@ class Generator:
         sampling = model.resolve_sampling(sampling)
         words = "a MeshSpec of varjax.generation.mesh"
         mesh = arguments.instance("mesh", MeshSpec() if mesh is None else mesh, MeshSpec, words)
-        if build.keep_contents and mesh.num_devices > 1:
-            raise UserError("keep_contents works on one device: leave out mesh")
         if plan is None:
             chosen = resolve_policy(policy, budget)
             found = calibration_lib.find(chosen, model, calibration, sampling.guidance)
@@ -142,7 +141,7 @@ class Generator:
 
     def __call__(
         self,
-        labels: Sequence[int] | None = None,
+        labels: Sequence[int | str] | None = None,
         *,
         prompts: Sequence[str] | None = None,
         text_features: TextFeatures | None = None,
@@ -168,6 +167,16 @@ class Generator:
             report(int(index[-1]) + 1, len(condition))
         return np.concatenate(images)
 
+    def kept(
+        self, labels: Sequence[int] | None = None, *, seed: int = 0, **given
+    ) -> Bool[np.ndarray, "B K L N T"]:
+        """The tokens that every head holds when each scale or stage starts (`generation.kept`), of
+        the images that a call draws. given: prompts, text_features or prompt_ids, as of a call."""
+        condition = conditions.resolve(self.model, labels=labels, **given)
+        return of_images(self, condition, check_seed(seed))
+
+    telling = cached_property(telling)
+
     def batches(
         self, condition: Condition, numbers: Iterable[np.ndarray] | None = None, **options
     ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
@@ -191,7 +200,7 @@ class Generator:
             with hosts.answering():
                 results = jax.tree.map(np.asarray, hosts.gathered(found))
             del found
-            yield batch.index, results
+            yield batch.index, results  # pyright: ignore[reportReturnType]
 
     def draw(self, condition: Condition, index: np.ndarray, **options) -> dict[str, np.ndarray]:
         """The results of at most a batch of images, by their numbers, on the host. options: as of
@@ -388,13 +397,3 @@ class Generator:
         """An empty cache, which lies as the compiled program takes it; over several devices each
         makes its own share."""
         return (jax.jit(self._empty) if self.program is None else self.program.empty_state)()
-
-
-def check_seeds(seed: int | np.ndarray, images: int) -> int | np.ndarray:
-    """A seed for all images, or one for each, checked as `check_seed` does."""
-    if not isinstance(seed, (np.ndarray, list, tuple)):
-        return check_seed(seed)
-    seeds = arguments.integers("seed", seed, "give one for each image, or one for all", images)
-    if len(seeds) != images:
-        raise UserError(f"{len(seeds)} seeds for a batch of {images} images: give one for each")
-    return np.array([check_seed(value) for value in seeds], np.int32)

@@ -1,7 +1,7 @@
 """Measure a model with the full cache: everything that policies calibrate with, in one pass over a
 few generated images. `CalibrationProbe` is the policy that records it: it keeps everything."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import jax
@@ -51,16 +51,10 @@ def measure(
     means = []
     for run in range(runs):
         total = None
-        for start in range(0, len(condition), batch_size):
-            index = np.arange(start, min(start + batch_size, len(condition)))
-            _, cache = generator.run_images(condition, index, seed=seed + run)
-            # float64 [L, ...]: sums over the conditional rows, which come first
-            sums = {
-                name: np.asarray(array, np.float64)[:, : index.size].sum(1)
-                for name, array in cache.policy_state.items()
-            }
+        for done, seen in _seen(generator, condition, seed + run):
+            sums = {name: array.sum(1) for name, array in seen.items()}
             total = sums if total is None else {n: total[n] + sums[n] for n in sums}
-            progress(run * len(condition) + int(index[-1]) + 1)
+            progress(run * len(condition) + done)
         means.append({name: a / len(condition) for name, a in total.items()})
     mean = {name: np.mean([run[name] for run in means], axis=0) for name in means[0]}
     current = np.diagonal(mean["beta"], axis1=-2, axis2=-1)
@@ -81,6 +75,45 @@ def measure(
     )
     found.check(geometry)  # broken weights give NaN
     return found
+
+
+def attention(
+    model: Model,
+    condition: Condition,
+    sampling: Sampling | None = None,
+    *,
+    seed: int = 0,
+    batch_size: int = 1,
+) -> dict[str, np.ndarray]:
+    """How heads attend with the full cache, image by image: float64, "mass" [B, L, N, K, K], of
+    query scale and source scale, averaged over queries, and "entropy" [B, L, N, K], in nats, of
+    the mass on single tokens. A calibration's `beta` is the mean mass of its images.
+
+    condition: of the images (`conditions.resolve`). sampling: None: as the checkpoint recommends.
+    Image i depends on (seed, i, its label or prompt). `UserError`: as of `measure`.
+    """
+    check_scales(check_model(model))
+    sampling = model.resolve_sampling(sampling)
+    generator = Generator(model, CalibrationProbe(), sampling=sampling, batch_size=batch_size)
+    seen = [found for _, found in _seen(generator, condition, check_seed(seed))]
+    named = {"mass": "beta", "entropy": "entropy"}
+    return {
+        name: np.concatenate([found[field] for found in seen], 1).swapaxes(0, 1)
+        for name, field in named.items()
+    }
+
+
+def _seen(
+    generator: Generator, condition: Condition, seed: int
+) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    """After each batch the images that are done, and what the probe saw: float64 [L, images, ...],
+    of the conditional rows, which come first."""
+    for start in range(0, len(condition), generator.batch_size):
+        index = np.arange(start, min(start + generator.batch_size, len(condition)))
+        _, cache = generator.run_images(condition, index, seed=seed)
+        state = cache.policy_state
+        found = {n: np.asarray(a, np.float64)[:, : index.size] for n, a in state.items()}
+        yield int(index[-1]) + 1, found
 
 
 def check_scales(model: Model) -> None:
@@ -109,6 +142,7 @@ class ProbeRule(ScaleRule):
     """The full cache; every layer's state holds what was seen, float32, per row R and head N.
 
     beta [R, N, K, K]: attention mass from query scale to source scale, averaged over queries.
+    entropy [R, N, K]: of that mass, token by token, in nats.
     query_variance [R, N, K]: per query scale, `Observation.query_variance`.
     concentration [R, N, K]: share of the mass on earlier scales that falls on their best attended
       tenth (of the tokens, by mass averaged over queries); 0 for the first scale.
@@ -123,6 +157,7 @@ class ProbeRule(ScaleRule):
         heads, scales = (rows, geometry.num_heads), geometry.schedule.num_scales
         return {
             "beta": jnp.zeros((*heads, scales, scales)),
+            "entropy": jnp.zeros((*heads, scales)),
             "query_variance": jnp.zeros((*heads, scales)),
             "concentration": jnp.zeros((*heads, scales)),
             "key_distance": jnp.zeros((rows, scales)),
@@ -140,6 +175,7 @@ class ProbeRule(ScaleRule):
         )
         measured = {
             "beta": jnp.einsum("rnk,rnkg->rng", obs.scale_mass, of_source),
+            "entropy": jax.scipy.special.entr(jnp.where(obs.live, obs.scale_mass, 0)).sum(-1),
             "query_variance": obs.query_variance,
             "concentration": jnp.where(history.any(-1), share, 0.0),
         }

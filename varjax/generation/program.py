@@ -21,6 +21,8 @@ from varjax.fast.schemes import INT8
 # Where the compiler chooses how the weights lie, because it would copy stacked ones otherwise.
 AUTO_LAYOUT_PLATFORMS = ("tpu",)
 TRIED = 16  # algorithms of a library for a product
+# While it profiles, XLA would start the kernels of CUDA graphs one by one.
+GRAPHS_IN_PROFILES = "xla_enable_command_buffers_during_profiling"
 # Memories on the chip. A kernel that has used one up says the same words as a full device, but no
 # smaller batch helps.
 ON_CHIP = ("vmem", "smem", "shared memory", "tmem", "registers")
@@ -83,7 +85,8 @@ def compiler_options(
     But libraries take matrices in the type of the product only, and so would make a copy of every
     int8 matrix in each call; Triton's products convert as they read. Where activations are in 8
     bits, too, libraries multiply both operands as they are. XLA tries `TRIED` of the library's
-    algorithms for each product, those that the library thinks best, in place of up to 128.
+    algorithms for each product, those that the library thinks best, in place of up to 128. Profiles
+    show graphs as they run.
     CPU: products, convolutions and sums by Eigen in place of YNNPACK, 10 to 30 % faster for whole
     scales and pictures (docs/lab/cpu.md). With the few rows of a token YNNPACK is faster.
 
@@ -92,6 +95,7 @@ def compiler_options(
     """
     options = {}
     if platform == "gpu":
+        options[GRAPHS_IN_PROFILES] = True
         options |= {"xla_gpu_blas_max_algorithms": TRIED} if jax_versions.LIMITS_ALGORITHMS else {}
         options |= {"xla_gpu_enable_triton_gemm": False} if weights_dtype != INT8 else {}
     elif platform == "cpu" and not few_rows:

@@ -1,0 +1,1 @@
+from varjax.models.loading import names

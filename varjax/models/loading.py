@@ -19,6 +19,12 @@ DTYPES = ("float32", "bfloat16")
 WEIGHTS_DTYPES = (*DTYPES, *SCHEMES)  # of stored weights
 
 
+def names() -> list[str]:
+    """The names that `varjax.describe` takes: the embedded demos, which `varjax.load` takes as
+    well, published sizes, and models of your own that are registered."""
+    return [*checkpoint.DEMOS, *registry.PRESETS]
+
+
 def describe(
     name_or_directory: str | Path | None = None,
     *,

@@ -72,7 +72,7 @@ class Model:
 
     @property
     def transformer(self) -> Transformer:
-        return self.parts["transformer"]
+        return self.parts["transformer"]  # pyright: ignore[reportReturnType]
 
     @property
     def codec(self) -> nnx.Module:

@@ -8,7 +8,7 @@ from varjax.core import masks
 from varjax.core.observation import Needs, Observation
 from varjax.core.policy import Policy
 from varjax.policies import capacities
-from varjax.policies.registry import POLICIES, get_policy, load_module, register
+from varjax.policies.registry import POLICIES, get_policy, load_module, names, register
 from varjax.policies.scale_rule import ScaleRule
 from varjax.policies.token_rule import StagedPolicy, TokenRule
 from varjax.policies.windows import Full, SlidingWindow, Streaming

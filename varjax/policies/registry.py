@@ -43,6 +43,12 @@ def register(name: str) -> Callable[[type[Policy]], type[Policy]]:
     return add
 
 
+def names() -> list[str]:
+    """The names of all policies, in the order of tables; those of your own that are registered are
+    among them."""
+    return list(POLICIES)
+
+
 def get_policy(
     name: str, budget: float | None = None, arguments: dict[str, str] | None = None
 ) -> Policy:

@@ -16,6 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 from jaxtyping import Array, Bool, Float, UInt8
@@ -93,15 +94,15 @@ def read_picture(
     """
     with opened(source, name, heads) as picture:
         clear = picture.info.get("transparency")  # lost with the lower bits of 16
-        upright = _pillow("ImageOps").exif_transpose(picture)
+        upright = pillow("ImageOps").exif_transpose(picture)
         picture = _of_bytes(upright)
         if picture is not upright and clear is not None:
             grey = np.where(np.asarray(upright) == clear, WHITE, np.asarray(picture))
-            picture = _pillow().fromarray(grey.astype(np.uint8))
+            picture = pillow().fromarray(grey.astype(np.uint8))
         if picture.has_transparency_data:
             picture = picture.convert("RGBA")
-            white = _pillow().new("RGBA", picture.size, "white")
-            picture = _pillow().alpha_composite(white, picture)
+            white = pillow().new("RGBA", picture.size, "white")
+            picture = pillow().alpha_composite(white, picture)
         return np.asarray(picture.convert("RGB"))
 
 
@@ -110,7 +111,7 @@ def read_mask(source: str | os.PathLike | bytes, name: str) -> Bool[np.ndarray, 
     turned upright by what its own file says, as pictures are. `UserError`: as `read_picture`; or
     something is neither black nor white."""
     with opened(source, name) as picture:
-        picture = _pillow("ImageOps").exif_transpose(picture)
+        picture = pillow("ImageOps").exif_transpose(picture)
         if picture.has_transparency_data:
             alpha = np.asarray(picture.convert("RGBA"))[..., 3]
             if (alpha != WHITE).any():
@@ -133,7 +134,7 @@ def _of_bytes(picture):
     at 255."""
     if not picture.mode.startswith("I"):
         return picture
-    return _pillow().fromarray((np.asarray(picture).astype(np.uint32) >> 8).astype(np.uint8))
+    return pillow().fromarray((np.asarray(picture).astype(np.uint32) >> 8).astype(np.uint8))
 
 
 def _two_levels(values: UInt8[np.ndarray, "H W"], name: str) -> UInt8[np.ndarray, "H W"]:
@@ -156,14 +157,14 @@ def fit_picture(
     cut = max(1, round(part * h)), max(1, round(part * w))
     top, left = (height - cut[0]) // 2, (width - cut[1]) // 2
     # resize(box=...) would look at pixels outside the part
-    middle = _pillow().fromarray(picture[top : top + cut[0], left : left + cut[1]])
-    return np.asarray(middle.resize((w, h), _pillow().Resampling[how]))
+    middle = pillow().fromarray(picture[top : top + cut[0], left : left + cut[1]])
+    return np.asarray(middle.resize((w, h), pillow().Resampling[how]))
 
 
 def png(picture: UInt8[np.ndarray, "H W ..."], level: int = 6) -> bytes:
     """A picture, or a mask of bytes, as a PNG file. level: of its compression, 0 to 9."""
     file = io.BytesIO()
-    _pillow().fromarray(picture).save(file, format="PNG", compress_level=level)
+    pillow().fromarray(picture).save(file, format="PNG", compress_level=level)
     return file.getvalue()
 
 
@@ -198,7 +199,7 @@ def opened(
             raise ValueError(f"it begins like none of {', '.join(heads)}")
         with _QUIET, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of pillow, about sizes: ours come first
-            found = _pillow().open(io.BytesIO(data), formats=(kind,))
+            found = pillow().open(io.BytesIO(data), formats=(kind,))
         with found as picture:
             width, height = picture.size
             if width * height > MOST_PIXELS:
@@ -215,5 +216,11 @@ def opened(
         raise UserError(f"{name} is no picture, damaged or cut short: {reason:.120}") from None
 
 
-def _pillow(module: str = "Image"):
+def to_pil(images: Float[Array | np.ndarray, "N H W 3"]) -> list:
+    """Pictures of pillow from images in [0, 1], rounded as `to_uint8` does."""
+    return [pillow().fromarray(picture) for picture in to_uint8(images)]
+
+
+def pillow(module: str = "Image") -> ModuleType:
+    """A module of pillow. `MissingExtra` where it is not installed."""
     return require(f"PIL.{module}", extra="eval", purpose="reading and writing pictures")

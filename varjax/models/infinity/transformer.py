@@ -25,6 +25,7 @@ from varjax.core.layers import HEADS, Linear, ResidualStream, Split
 from varjax.core.next_scale import NextScaleTransformer
 from varjax.core.sampling import Sampling, Scores
 from varjax.core.step_inputs import Resampling, StepInputs
+from varjax.fast.stream import stream_of
 from varjax.models.infinity.config import LEVELS, PRESETS, InfinityConfig, rope_positions
 from varjax.text.features import text_shapes
 
@@ -166,8 +167,9 @@ class Infinity(NextScaleTransformer):
         implementation: str | None = "reference",
     ) -> dict[str, PyTree]:
         """Condition of every row from raw text features: `start` [R, 1, D], `head` [R, 2, D],
-        `text` (`cross_attention.TextKeys`) and `layers`: modulation [L, R, 6, D] and the number
-        of the layer [L]. implementation: of the attention over the text."""
+        `text` (`cross_attention.TextKeys`) and `layers`: modulation [L, R, 6, D], the same of cross
+        attention `cross` [L, 1, 3, D] (scale, shift, gate), and the number of the layer [L].
+        implementation: of the attention over the text."""
         config = self.config
         visible = jnp.arange(text.shape[1]) < length[:, None]
         condition, source = self.encode_text(text, visible)
@@ -177,12 +179,15 @@ class Infinity(NextScaleTransformer):
         k, v = jnp.split(found.reshape(*found.shape[:3], -1, config.head_dim), 2, axis=3)
         bias = self.blocks.cross_v_bias[...].reshape(config.depth, 1, 1, *v.shape[3:])
         keys, values = k.swapaxes(2, 3), (v + bias).swapaxes(2, 3)  # each [L, R, N, M, H]
+        norm = self.blocks.cross_norm
+        weight, shift = (p[...].astype(jnp.float32) for p in (norm.scale, norm.bias))
         return {
             "start": condition[:, None] + self.start_embedding[...],
             "head": self.head_modulation(active).reshape(-1, 2, config.embed_dim),
             "text": TextKeys.of(keys, values, length, implementation),
             "layers": {
                 "modulation": self.blocks.modulation_offset[:, None] + shared[None],
+                "cross": jnp.stack([weight - 1, shift, jnp.ones_like(shift)], 1)[:, None],
                 "number": jnp.arange(config.depth),
             },
         }
@@ -226,58 +231,50 @@ class Infinity(NextScaleTransformer):
 
     # --- one layer --------------------------------------------------------------------------------
 
+    def stream(
+        self, x: Float[Array, "R T D"], implementation: str | None = "reference"
+    ) -> ResidualStream:
+        """Normalised and modulated in float32, then in the type of the weights."""
+        return stream_of(self, x.astype(jnp.float32), implementation, self.dtype)
+
     def project(
-        self, block: InfinityBlock, layer_context: dict, shared: dict, stream: ResidualStream
+        self, block: InfinityBlock, layer_context: dict, shared: dict, x: ResidualStream
     ) -> tuple[Projection, ResidualStream]:
         """Still to be done, in float32: queries and keys are normalised (eps 1e-12) and rotated,
         queries are multiplied by the learned multiplier."""
-        modulation = layer_context["modulation"]
-        h = self._modulated(stream.settled(), modulation[:, 2], modulation[:, 4])
+        h, x = x.normalized(layer_context["modulation"], 2, 4, self.config.norm_eps)
         projection = replace(
-            layers.fused_qkv(block, h, self.config.head_dim),
+            x.qkv(block, h, self.config.head_dim),
             rotation=shared["rotation"],
             multiplier=layers.attention_multiplier(block.log_scale[...]),
         )
-        return projection, stream
-
-    def _modulated(self, x, scale, shift) -> Float[Array, "R T D"]:
-        """Normalised and modulated in float32, then in the type of the weights."""
-        normal = layers.layer_norm(x.astype(jnp.float32), self.config.norm_eps)
-        return layers.modulate(normal, scale, shift).astype(self.dtype)
+        return projection, x
 
     def post_attention(
         self,
         block: InfinityBlock,
         layer_context: dict,
         shared: dict,
-        stream: ResidualStream,
+        x: ResidualStream,
         attended: Float[Array, "R T N H"],
     ) -> ResidualStream:
         """Output projection, cross attention, feed-forward, gates and residuals of one layer; then
         guidance, where it acts after this layer."""
-        modulation, x = layer_context["modulation"], stream.settled()
-        attended = attended.reshape(*x.shape[:2], -1)
-        x = x + layers.contract(block.proj, attended, self.model_axis) * modulation[:, None, 0]
-        x = x + self.cross_attention(block, shared["text"], layer_context["number"], x)
-        h = self._modulated(x, modulation[:, 3], modulation[:, 5])
-        wide, gelu = block.fc1(h), partial(jax.nn.gelu, approximate=True)
-        x = x + layers.contract(block.fc2, wide, self.model_axis, gelu) * modulation[:, None, 1]
+        modulation, cross, layer = (layer_context[n] for n in ("modulation", "cross", "number"))
+        axis, eps, flat = self.model_axis, self.config.norm_eps, (*attended.shape[:2], -1)
+        gelu = partial(jax.nn.gelu, approximate=True)
+        x = x.added(x.contracted(block.proj, attended.reshape(flat), axis), modulation, 0)
+        h, x = x.normalized(cross, 0, 1, eps)
+        q = block.cross_q(h).reshape(*flat, self.config.head_dim)
+        text = attend_text(q, shared["text"], layer).reshape(flat)
+        x = x.added(x.contracted(block.cross_proj, text, axis), cross, 2)
+        h, x = x.normalized(modulation, 3, 5, eps)
+        x = x.added(x.feed_forward(block.fc1, block.fc2, h, axis, gelu), modulation, 1)
         if "mix" not in shared:
-            return ResidualStream(x)
-        strength = shared["mix"][layer_context["number"]]
-        mixed = sampling_lib.guided(x.astype(jnp.float32), strength=strength).astype(x.dtype)
-        return ResidualStream(jnp.where(strength == 0, x, jnp.tile(mixed, (2, 1, 1))))
-
-    def cross_attention(
-        self, block: InfinityBlock, text: TextKeys, layer, x: Float[Array, "R T D"]
-    ):
-        """The addition of the text to the tokens, [R, T, D]."""
-        h = layers.layer_norm(x.astype(jnp.float32), self.config.norm_eps)
-        h = h * block.cross_norm.scale[...] + block.cross_norm.bias[...]
-        h = h.astype(self.dtype)
-        q = block.cross_q(h).reshape(*h.shape[:2], -1, self.config.head_dim)
-        out = attend_text(q, text, layer).reshape(*h.shape[:2], -1)
-        return layers.contract(block.cross_proj, out, self.model_axis)
+            return x
+        strength, value = shared["mix"][layer], x.settled()
+        mixed = jnp.tile(sampling_lib.guided(value, strength=strength), (2, 1, 1))
+        return ResidualStream(jnp.where(strength == 0, value, mixed), x.dtype)
 
     # --- tokens -----------------------------------------------------------------------------------
 
