@@ -314,7 +314,8 @@ class Programs:
         (lost, likelihood), effects_on = jax.vjp(both, of_images)
         one, none = jnp.ones_like(lost), jnp.zeros_like(lost)
         # by the logarithms of gates
-        first, score = (of_images * effects_on(each)[0] for each in ((one, none), (none, one)))
+        ways = jnp.stack([one, none]), jnp.stack([none, one])
+        first, score = of_images * jax.vmap(effects_on)(ways)[0]
         second = score**2 / batch[1].shape[1]
         return lost.mean(), *(jnp.moveaxis(a.mean(1), 1, 0) for a in (first, second))
 
