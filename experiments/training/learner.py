@@ -38,15 +38,16 @@ from experiments.training.mesh import TrainingMesh
 from experiments.training.stage import pictures_of_step, whole_batches
 from varjax.core.allocation import Geometry
 from varjax.core.sampling import Sampling
-from varjax.core.sequence import SCALES
+from varjax.core.sequence import SCALES, TOKENS
 from varjax.models import teacher_forcing
 from varjax.models.teacher_forcing import Gates
 from varjax.policies.learned import Learned, LearnedScales, LearnedTokens, gain_of
 from varjax.policies.token_rule import SHORT_STAGE, period_of
 
-# At the first step and at the last one: the share of what a table keeps that is exchanged, and how
-# much the newest worths count in the average.
-SHARES, NEWEST = (0.15, 0.005), (0.5, 0.3)
+# At the first step and at the last one: the share of what a table keeps that is exchanged (token by
+# token the start is further off), and how much the newest worths count in the average.
+SHARES = {SCALES: (0.15, 0.005), TOKENS: (0.3, 0.005)}
+NEWEST = 0.5, 0.3
 TRIES, NEAR = 8, 0.8  # for an advantage; the share may be so much of what it should be
 LEAST = 1e-6  # gain, in parts of the greatest: room that is left over takes any token
 # Of stored gains: the advantage of what is kept, in those of the last step, and the share of what
@@ -195,12 +196,13 @@ class Learner:
     ) -> tuple[np.ndarray, float]:
         """The table after step n, and the advantage of what was kept before. advantage: that of the
         step before; 0 for none."""
-        wanted, held = self.settings.between(SHARES, n), (last_use - self._programs.source).sum()
+        wanted = self.settings.between(SHARES[self.geometry.kind], n)
+        held = max(1, (last_use - self._programs.source).sum())
         low, high, best = 0.0, float(max(worth.max(), 1e-30)), last_use
         tried = advantage or high / 10
         for _ in range(TRIES):
             found = self.best(self._gain(last_use, worth, tried))
-            share = np.abs(found - last_use).sum() / max(1, 2 * held)
+            share = np.abs(found - last_use).sum() / (2 * held)
             if share > wanted:
                 low = tried
             else:
@@ -309,7 +311,8 @@ class Programs:
         (lost, likelihood), effects_on = jax.vjp(both, of_images)
         one, none = jnp.ones_like(lost), jnp.zeros_like(lost)
         # by the logarithms of gates
-        first, score = (of_images * effects_on(each)[0] for each in ((one, none), (none, one)))
+        ways = jnp.stack([one, none]), jnp.stack([none, one])
+        first, score = of_images * jax.vmap(effects_on)(ways)[0]
         second = score**2 / batch[1].shape[1]
         return lost.mean(), *(jnp.moveaxis(a.mean(1), 1, 0) for a in (first, second))
 

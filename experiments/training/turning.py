@@ -44,7 +44,8 @@ def _with_scores(q, k, v, own, logs, mask):
         for each in ((q, k), (own, logs))
     )
     weights = jax.nn.softmax(jnp.where(mask, scores + gates, -jnp.inf), axis=-1)
-    return jnp.einsum("rntk,rnkh->rtnh", weights.astype(v.dtype), v), scores, gates
+    attended = jnp.einsum("rntk,rnkh->rnth", weights.astype(v.dtype), v).transpose(0, 2, 1, 3)
+    return attended, scores, gates
 
 
 def _forward(*arrays):
