@@ -70,7 +70,7 @@ CONDITION = ConditionFlags(FLAGS, samples=176)
 STEPS = FLAGS.integer(
     "steps",
     12,
-    "Steps for each budget, each of half of the images.",
+    "Steps for each budget, of half of the images in whole batches.",
     lower_bound=1,
     upper_bound=10**4,
 )
@@ -219,7 +219,7 @@ def main(argv: list[str]) -> None:
     }
     digest = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()
     period = even_period(geometry, PERIOD.value)
-    images = min(len(condition), size * -(-len(condition) // (2 * size)))  # whole batches
+    images = size * -(-len(condition) // (2 * size))  # whole batches, at least half of all
     settings = [
         LearnerSettings(b, STEPS.value, images, size, seed, digest, period) for b in budgets
     ]

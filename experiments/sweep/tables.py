@@ -280,7 +280,7 @@ def write_tables(
             charts.save(folder / "fidelity.png", rows(report)[1:], charts.fidelity)
             charts.save(folder / "arguments.png", rows(report)[1:], charts.over_arguments)
         except MissingExtra as error:
-            print(f"fidelity.png is not written: {error}", file=sys.stderr)
+            print(f"no plots are written: {error}", file=sys.stderr)
         files = sorted({path.name for path in folder.iterdir()} | {"sweep.json"})
         write_text(folder / "sweep.json", json_text(report | {"files": files}))
     return report
