@@ -55,9 +55,7 @@ PRESET = FLAGS.enum(
     "preset",
     None,
     PRESETS,
-    "Sizes, steps and rates by the number of pictures and the device; flags that are given come "
-    f"first. For {', '.join(f'{one.least} ({name})' for name, one in PRESETS.items())} pictures or "
-    "more.",
+    "Sizes, steps and rates by the number of pictures and the device; other flags come first.",
 )
 OUT = FLAGS.string("out", None, "Folder of the run, new or to be resumed.", required=True)
 MESH = FLAGS.string(
@@ -110,7 +108,7 @@ def read_settings() -> TrainingSettings:
             except ValueError:
                 text = f"{name}={','.join(value)} is not valid"
                 raise UserError(f"{text}: it must be integers separated by commas") from None
-    if PRESET.value is not None:
+    if PRESET.value is not None and values.get("data"):
         values = _preset(values) | values
     if INIT.value is not None:
         return fine_tuning.settings(INIT.value, **values)
@@ -121,8 +119,6 @@ def _preset(given: dict) -> dict:
     """Return the preset's settings, and print those that are not given."""
     if INIT.value is not None:
         raise UserError(f"preset={PRESET.value} given, but sizes are those of init: leave one out")
-    if not given.get("data"):
-        return {}  # which is refused
     pictures, platform = (
         data.count(given["data"], given.get("max_images", 0)),
         jax.default_backend(),

@@ -129,6 +129,7 @@ class Learner:
     start: np.ndarray
     settings: LearnerSettings
     mesh: TrainingMesh = field(default=TrainingMesh())
+    draw: ClassVar[None] = None
     phases: ClassVar[Mapping[int, str]] = {}
 
     name = property(attrgetter("settings.name"))

@@ -15,7 +15,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -36,7 +36,6 @@ SETTINGS, HISTORY, CHECKPOINTS = "settings.json", "history.jsonl", "checkpoints"
 RECORDS = "records.json"
 LARGEST_HISTORY = 2**30  # bytes
 SILENCE = 10  # seconds without a line, after which one says how far the stage is
-Draw = Callable[[dict, Path, int], Path]  # (state, folder, step) -> a sheet of pictures (`sheets`)
 
 
 def check_folder(out: Path, settings: Mapping[str, Mapping]) -> None:
@@ -191,19 +190,13 @@ class StageFolder(contextlib.AbstractContextManager):
 
 
 def run(
-    stage: TrainingStage,
-    out: str | os.PathLike,
-    quiet: bool = False,
-    *,
-    goes_on: bool = False,
-    draw: Draw | None = None,
+    stage: TrainingStage, out: str | os.PathLike, quiet: bool = False, *, goes_on: bool = False
 ) -> dict:
     """Train a stage to its last step in `out`, from its newest checkpoint if there is one.
     `Stopped` if the system asked to end, by SIGTERM: a checkpoint is written. `UserError` if the
     loss has become NaN or infinite: the last checkpoint stays.
 
     goes_on: another stage follows, so that who asks during the last step wants that one not begun.
-    draw: draws a sheet every `sample_every` steps, and after the last one.
 
     Returns the final state.
     """
@@ -222,7 +215,7 @@ def run(
         processes.wait()  # before files change that the others read
         folder.keep_history(start)
         with processes.Stop(start) as stop, hosts.answering():
-            state = _loop(stage, folder, state, start, quiet, stop, draw)
+            state = _loop(stage, folder, state, start, quiet, stop)
             if goes_on and stop.after_step():
                 raise Stopped(stage.steps, stage.steps, "steps", f"{stage.name}: ")
             return state
@@ -235,7 +228,6 @@ def _loop(
     start: int,
     quiet: bool,
     stop: processes.Stop,
-    draw: Draw | None,
 ) -> dict:
     """Run the steps. The last one logs, validates and saves whatever the intervals are."""
     progress = Progress(stage.name, stage.steps, first=start)
@@ -264,8 +256,8 @@ def _loop(
                 entry["validation"] = stage.validate(state)
                 say(f"{stage.name} validation {_numbers(entry['validation'])}", quiet)
             folder.append_history(entry)
-            if draw and settings.sample_every and (final or done % settings.sample_every == 0):
-                say(f"{stage.name}: see {draw(state, folder.path, done)}", quiet)
+            if stage.draw and (final or done % settings.sample_every == 0):
+                say(f"{stage.name}: see {stage.draw(stage, state, folder.path, done)}", quiet)
             window, earlier, last = [], 0, progress.skip()
             spoke = last
         elif time.monotonic() - spoke > SILENCE:

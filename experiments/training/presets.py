@@ -1,13 +1,13 @@
-"""Presets of `experiments.train`: settings that follow from the number of pictures and the device.
+"""Presets of `experiments.train`: settings that follow from the number of pictures and the device,
+and from nothing else, so that a run is resumed by its own command."""
 
-Flags that are given come before them. The same pictures on the same kind of device always give the
-same settings, so that a run is resumed by its own command.
-"""
-
+from dataclasses import fields
 from typing import NamedTuple
 
-from experiments.training.settings import FAMILIES
+from experiments.training.settings import FAMILIES, TrainingSettings
 from varjax.core.errors import UserError, choose
+
+ONLY = {f.name: f.metadata["family"] for f in fields(TrainingSettings)}
 
 
 class Preset(NamedTuple):
@@ -15,14 +15,13 @@ class Preset(NamedTuple):
 
     steps: {stage: (fewest steps, passes over all pictures, most steps)}.
     every: steps from one checkpoint, validation and sheet to the next.
-    shared, own: settings of both families, and of one.
+    values: further settings. Those of the other family are left out.
     """
 
     least: int
     steps: dict[str, tuple[int, int, int]]
     every: int
-    shared: dict
-    own: dict[str, dict]
+    values: dict
 
 
 PRESETS = {
@@ -30,32 +29,30 @@ PRESETS = {
     "tiny": Preset(
         least=20,
         steps={"vqvae": (400, 48, 1200), "var": (400, 48, 1200)},
-        shared={
+        values={
             **{"ch": 32, "num_res_blocks": 1, "vqvae_batch_size": 16, "vqvae_lr": 1e-3},
             **{"autoencoder_steps": 80, "reseed_every": 40, "depth": 4, "var_batch_size": 16},
-            "log_every": 10,
+            **{"log_every": 10, "vocab_size": 512, "norm_groups": 8, "shifts": 0},
         },
         every=100,
-        own={"var": {"norm_groups": 8}, "llamagen": {"vocab_size": 512, "shifts": 0}},
     ),
     "small": Preset(
         least=1000,
         steps={"vqvae": (2000, 4, 6000), "var": (2000, 8, 6000)},
-        shared={"shifts": 4},
+        values={"shifts": 4, "vqvae_batch_size": 16, "var_batch_size": 32},
         every=200,
-        own={},
     ),
     "base": Preset(
         least=10_000,
         steps={"vqvae": (10_000, 20, 60_000), "var": (10_000, 40, 60_000)},
-        shared={
+        values={
             **{"image_size": 128, "ch": 128, "ch_mult": (1, 1, 2, 2), "vocab_size": 4096},
             **{"vqvae_batch_size": 64, "vqvae_lr": 3e-4, "autoencoder_steps": 1000},
             **{"depth": 8, "width": 512, "heads": 8, "var_batch_size": 128, "var_lr": 5e-4},
             **{"reseed_every": 200, "shifts": 0},
+            "patch_nums": (1, 2, 3, 4, 5, 6, 8, 10, 13, 16),
         },
         every=1000,
-        own={"var": {"patch_nums": (1, 2, 3, 4, 5, 6, 8, 10, 13, 16), "z_channels": 32}},
     ),
 }
 
@@ -73,10 +70,10 @@ def preset(name: str, family: str, pictures: int, platform: str) -> dict:
             f"preset={name} is for {chosen.least} pictures or more, and there are {pictures}:"
             f" {advice}"
         )
-    found = FAMILIES[choose("model family", family, FAMILIES)] | chosen.shared
-    found |= chosen.own.get(family, {})
+    values = {n: v for n, v in chosen.values.items() if ONLY[n] in (None, family)}
+    found = FAMILIES[choose("model family", family, FAMILIES)] | values
     found |= dict.fromkeys(("checkpoint_every", "validate_every", "sample_every"), chosen.every)
     for stage, (fewest, passes, most) in chosen.steps.items():
-        steps = passes * pictures // found.get(f"{stage}_batch_size", 16)
+        steps = passes * pictures // found[f"{stage}_batch_size"]
         found[f"{stage}_steps"] = min(max(steps, fewest), most)
     return found | {"dtype": "float32" if platform == "cpu" else "bfloat16"}

@@ -20,7 +20,6 @@ from experiments.training.var_trainer import LlamaGenStage, VARStage, read_token
 from experiments.training.vqvae_trainer import VQVAEStage
 from varjax.codecs.autoencoder import ImageCodec, cast
 from varjax.core.errors import UserError, choose
-from varjax.core.transformer import Transformer
 from varjax.generation import hosts
 from varjax.models import registry
 from varjax.models.judges import JUDGES
@@ -166,12 +165,13 @@ def _train(
     """Train codec and transformer (`train`) in a folder that this process holds."""
     pictures = data.with_shifts(pictures, settings.shifts, settings.seed)
     config = settings.transformer(pictures.num_classes)  # raises before the codec is trained
-    start, given, drawn = settings.start, None, sheets.possible(mesh.size)
+    start, given, drawn = settings.start, None, sheets.wanted(settings, mesh)
     if "vqvae" in trained:
         codec_given = (lambda: parameters.named(start.load("codec"))) if start else None
-        codec_stage = VQVAEStage(settings, settings.codec, pictures, mesh=mesh, given=codec_given)
-        draw = partial(sheets.save_reconstructions, codec_stage) if drawn else None
-        state = loop.run(codec_stage, out, quiet, goes_on=stage != "vqvae", draw=draw)
+        own = {"mesh": mesh, "given": codec_given}
+        draw = sheets.save_reconstructions if drawn else None
+        codec_stage = VQVAEStage(settings, settings.codec, pictures, draw=draw, **own)
+        state = loop.run(codec_stage, out, quiet, goes_on=stage != "vqvae")
         codec = codec_stage.model(hosts.gathered(state["ema"]))
     else:
         with processes.together():
@@ -189,11 +189,10 @@ def _train(
         say(f"var: {line}", quiet)
         given = partial(start.transformer_parameters, rows, settings.seed)
     made, quantizer = TRANSFORMERS[settings.family], getattr(codec, "quantizer", None)
-    transformer_stage = made(settings, config, tokens, quantizer, mesh=mesh, given=given)
-    transformer = parameters.abstract(transformer_stage.network, config)
-    described = _description(settings, pictures, transformer, codec)
-    draw = sheets.Samples(transformer_stage, codec, described).save if drawn else None
-    state = loop.run(transformer_stage, out, quiet, draw=draw)
+    described = _description(settings, pictures, codec)
+    draw = sheets.Samples(codec, described).save if drawn else None
+    transformer_stage = made(settings, config, tokens, quantizer, mesh=mesh, given=given, draw=draw)
+    state = loop.run(transformer_stage, out, quiet)
     transformer = transformer_stage.model(hosts.gathered(state["ema"]))
     with processes.together():
         if hosts.is_first():
@@ -204,14 +203,11 @@ def _train(
     return out / MODEL
 
 
-def _description(
-    settings: TrainingSettings,
-    pictures: data.Dataset,
-    transformer: Transformer,
-    codec: ImageCodec,
-) -> dict:
-    """Describe what is trained, with the sampling that is recommended for it."""
-    start, parts = settings.start, {"transformer": transformer, "codec": codec}
+def _description(settings: TrainingSettings, pictures: data.Dataset, codec: ImageCodec) -> dict:
+    """Describe the model that is trained, with the sampling that is recommended for it."""
+    config, start = settings.transformer(pictures.num_classes), settings.start
+    network = registry.family(settings.family).parts["transformer"].module
+    parts = {"transformer": parameters.abstract(network, config), "codec": codec}
     sampling = dict(SAMPLING[settings.family])
     sampling["top_k"] = min(sampling["top_k"], settings.vocab_size)
     if settings.family == "llamagen" and not settings.label_drop:  # no null class was trained

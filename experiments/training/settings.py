@@ -98,12 +98,7 @@ class TrainingSettings:
     checkpoint_every: int = _flag(200, "steps from one checkpoint to the next", (), _least(1))
     validate_every: int = _flag(500, "steps from one validation to the next", (), _least(1))
 
-    sample_every: int = _flag(
-        500,
-        "steps from one sheet of samples, or of reconstructions, to the next; 0 = none",
-        (),
-        _least(0),
-    )
+    sample_every: int = _flag(500, "steps from one sheet to the next; 0 = none", (), _least(0))
 
     family: str = _flag("var", "what is trained: var (VQVAE, VAR) or llamagen (VQ, LlamaGen)")
     data: str = _flag("", "folder or .npz file of pictures", ALL)

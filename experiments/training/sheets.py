@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.images import save_grid
+from experiments.training.mesh import TrainingMesh
+from experiments.training.settings import TrainingSettings
 from experiments.training.var_trainer import TransformerStage
 from experiments.training.vqvae_trainer import VQVAEStage
 from varjax.codecs.autoencoder import ImageCodec
-from varjax.generation import hosts
 from varjax.generation.generator import Generator
 from varjax.models.model import Model
 from varjax.storage.pictures import to_uint8
@@ -21,9 +22,9 @@ PICTURES = 8  # of a sheet of reconstructions, and the most classes of a sheet o
 EACH = 4  # samples of each class
 
 
-def possible(devices: int) -> bool:
+def wanted(settings: TrainingSettings, mesh: TrainingMesh) -> bool:
     """Whether sheets are drawn: on one device, where pillow is installed."""
-    return devices * hosts.count() == 1 and importlib.util.find_spec("PIL") is not None
+    return bool(settings.sample_every and mesh.size == 1 and importlib.util.find_spec("PIL"))
 
 
 def save_reconstructions(stage: VQVAEStage, state: dict, folder: Path, step: int) -> Path:
@@ -42,22 +43,22 @@ class Samples:
     description: of the finished model, as `model.json` has it.
     """
 
-    def __init__(self, stage: TransformerStage, codec: ImageCodec, description: Mapping):
-        self._stage, self._codec, self._description = stage, codec, description
-        classes, self._program = stage.config.num_classes, None
-        chosen = np.linspace(0, classes - 1, min(classes, PICTURES)).round().astype(int)
-        self._labels = chosen.repeat(EACH).tolist()
+    def __init__(self, codec: ImageCodec, description: Mapping):
+        self._codec, self._description, self._program = codec, description, None
 
-    def save(self, state: dict, folder: Path, step: int) -> Path:
+    def save(self, stage: TransformerStage, state: dict, folder: Path, step: int) -> Path:
         """Write a sheet that is drawn with the state's averaged weights."""
-        parts = {"transformer": self._stage.model(state["ema"]), "codec": self._codec}
+        classes = stage.config.num_classes
+        chosen = np.linspace(0, classes - 1, min(classes, PICTURES)).round().astype(int)
+        labels = chosen.repeat(EACH).tolist()
+        parts = {"transformer": stage.model(state["ema"]), "codec": self._codec}
         parts = jax.tree.map(jnp.copy, parts)  # a generator arranges its weights in its own way
         generator = Generator(Model("training", parts, self._description), batch_size=PICTURES)
         generator.program = self._program
-        images = to_uint8(generator(labels=self._labels))
+        images = to_uint8(generator(labels=labels))
         self._program = generator.program
-        names = self._description.get("class_names") or range(self._stage.config.num_classes)
+        names = self._description.get("class_names") or range(classes)
         path = folder / "samples" / f"{step:06}.png"
         path.parent.mkdir(exist_ok=True)
-        save_grid(path, images, [str(names[label]) for label in self._labels], EACH)
+        save_grid(path, images, [str(names[label]) for label in labels], EACH)
         return path

@@ -7,6 +7,7 @@ Parameters are flat dictionaries {name: array} (`varjax.storage.parameters.named
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import ClassVar, TypeVar
 
 import jax
@@ -48,6 +49,10 @@ class TrainingStage:
     mesh: TrainingMesh = field(default=TrainingMesh(), kw_only=True)
     # returns {name: array}, the parameters before step 0; None: they are drawn
     given: Callable[[], Mapping] | None = field(
+        default=None, kw_only=True, compare=False, repr=False
+    )
+    # (stage, state, folder, step) -> path: draws a sheet of pictures; None: there are none
+    draw: Callable[["TrainingStage", dict, Path, int], Path] | None = field(
         default=None, kw_only=True, compare=False, repr=False
     )
 

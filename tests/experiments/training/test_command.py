@@ -30,6 +30,8 @@ WRONG = {
     "no out": (["--out="], "--out= is empty"),
     "other family": (["--settings=dropout=0.2"], "dropout=0.2 is for family=llamagen only"),
     "preset": (["--preset=small"], "preset=small is for 1000 pictures or more, and there are 64: "),
+    "preset of few": (["--preset=tiny", "--max_images=9"], "and there are 9: give more pictures"),
+    "preset of much": (["--preset=base", "--max_images=9"], "preset=base is for 10000 pictures"),
     "preset of nothing": (["--preset=tiny", "--data=nowhere"], "no file or folder nowhere"),
     "preset of init": (["--preset=tiny", "--init=demo"], "sizes are those of init: leave one out"),
     "init": (["--init=nowhere"], "nowhere"),

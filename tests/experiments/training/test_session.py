@@ -1,6 +1,5 @@
 """Whole runs of a tiny model: losses fall, killed runs resume exactly, bad folders are refused."""
 
-import csv
 import json
 import os
 import shutil
@@ -69,15 +68,11 @@ def test_a_run_shows_itself(whole):
         assert [file.name for file in files] == ["000020.png", "000040.png"]
         drawn[name] = [read_picture(file, file.name) for file in files]
         assert (drawn[name][0] != drawn[name][1]).any()
-    held = data.load(settings.data, 8).val
-    above, below = drawn["vqvae/reconstructions"][1][:8], drawn["vqvae/reconstructions"][1][-8:]
-    np.testing.assert_array_equal(above, images.grid(held, columns=len(held)))
-    assert np.abs(above.astype(int) - below).mean() < 70 and (above != below).any()
+    held, (_, sheet) = data.load(settings.data, 8).val, drawn["vqvae/reconstructions"]
+    np.testing.assert_array_equal(sheet[:8], images.grid(held, columns=len(held)))
+    assert 0 < np.abs(sheet[:8].astype(int) - sheet[-8:]).mean() < 70
     assert drawn["var/samples"][1].shape[0] == 4 * (8 + images.CAPTION_HEIGHT + 2) - 2
-    with open(out / "vqvae" / "history.csv") as file:
-        rows = list(csv.DictReader(file))
-    assert [int(row["step"]) for row in rows] == list(range(2, 41, 2))
-    assert float(rows[-1]["validation/psnr"]) > 9 and rows[-2]["validation/psnr"] == ""
+    assert len((out / "vqvae" / "history.csv").read_text().splitlines()) == 21
 
 
 def test_killed_run_resumes_exactly(whole, tmp_path, capsys):
