@@ -60,5 +60,5 @@ class Samples:
         names = self._description.get("class_names") or range(classes)
         path = folder / "samples" / f"{step:06}.png"
         path.parent.mkdir(exist_ok=True)
-        save_grid(path, images, [str(names[label]) for label in labels], EACH)
+        save_grid(path, images, [str(names[label]) for label in labels], columns=EACH)
         return path
