@@ -184,7 +184,7 @@ def test_damaged_settings(tiny, tmp_path, text):
 class Diverging:
     """A stage whose third step has a loss that is no number."""
 
-    name, steps, batch_size = "vqvae", 8, 1
+    name, steps, batch_size, draw, phases = "vqvae", 8, 1, None, {}
     shapes = {"weight": jax.ShapeDtypeStruct((2,), jnp.float32)}
 
     def __init__(self, settings):
