@@ -152,7 +152,7 @@ OWN = {
     *("experiments/__main__.py", "experiments/recipes/recipe.py", "experiments/serve/page.py"),
     *("experiments/aot/buffers.py", "experiments/aot/launches.py", "experiments/aot/worker.py"),
     *("experiments/run/files.py", "experiments/plan.py", "ported_weights/hub.py"),
-    "experiments/report/sweep_files.py",
+    *("experiments/report/paper.py", "experiments/report/sweep_files.py"),
     *("varjax/generation/memory.py", "varjax/storage/atomic.py", "varjax/storage/ordinary.py"),
 }
 OPENS = re.compile(
