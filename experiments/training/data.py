@@ -127,7 +127,7 @@ def count(path: str | os.PathLike, limit: int = 0) -> int:
     path = Path(path)
     file = path / "train.npz" if path.is_dir() else path
     labels = npz.load(file, ("labels", "arr_1")) if file.is_file() else {}
-    found = next(iter(labels.values())) if labels else _parts(path, 1, limit)[0][1]
+    found = next(iter(labels.values())) if labels else _parts(path, 1, limit)[0][0][1]
     return min(found.size, limit or found.size)
 
 

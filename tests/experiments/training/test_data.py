@@ -62,6 +62,7 @@ def test_class_folders(tmp_path):
     splits = data.load(tmp_path, 8, val_fraction=0.25)
     assert splits.class_names == ("apple", "pear")
     chex.assert_shape(splits.train, (9, 8, 8, 3))
+    assert data.count(tmp_path) == 12
     chex.assert_trees_all_equal(splits.train[:, 0, 0, 0] // 100, splits.train_labels)
     assert (np.ptp(splits.train, axis=(1, 2, 3)) == 0).all()
 
