@@ -25,7 +25,7 @@ class Preset(NamedTuple):
 
 
 PRESETS = {
-    # ten minutes on two cores for 200 pictures (docs/lab/training.md)
+    # for CPUs: what it takes is in docs/lab/training.md
     "tiny": Preset(
         least=20,
         steps={"vqvae": (400, 48, 1200), "var": (400, 48, 1200)},
