@@ -28,7 +28,7 @@ def test_it_runs(cells, monkeypatch, capsys):
     for cell in cells:
         exec(compile("".join(cell["source"]), str(NOTEBOOK), "exec"), names)
     plt.close("all")
-    assert shown == [3, 8]  # the plan's two figures with a colour bar, two rows of four pictures
+    assert shown == [3, 8, 1]  # two figures and a colour bar, two rows of four pictures, token maps
     assert "MiB of" in capsys.readouterr().out
     full, small = names["pictures"]
     assert full.shape == small.shape == (4, 64, 64, 3)
@@ -37,4 +37,4 @@ def test_it_runs(cells, monkeypatch, capsys):
 
 def test_it_shows_its_figures(cells):
     kinds = [kind for cell in cells for out in cell["outputs"] for kind in out.get("data", {})]
-    assert kinds.count("image/png") == 2
+    assert kinds.count("image/png") == 3
