@@ -134,15 +134,13 @@ class Configuration:
                     )
 
     def check_size(self, name: str, value: int, least: int = 1, most: int = LARGEST_SIZE) -> None:
-        """Raises `UserError` unless `least` <= value <= `most`, for a value that follows from
-        fields."""
+        """Raises `UserError` unless `least` <= value <= `most`, of a value from fields."""
         if not least <= value <= most:
             limit = f"at least {least}" if value < least else f"at most {most}"
             raise self.wrong(f"{name} is {value!r:.60}, it must be {limit}")
 
     def check_multiple(self, name: str, value: int, of: int, words: str = "") -> None:
-        """Raises `UserError` unless a value is a multiple of another, which messages call
-        `words`."""
+        """Raises `UserError` unless a value is a multiple of another, called `words`."""
         if value % of:
             raise self.wrong(f"{name} {value} is not a multiple of {words}{of}")
 
