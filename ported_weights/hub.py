@@ -44,7 +44,7 @@ def fetch(model: str, given: Mapping[str, str | None]) -> dict[str, str]:
 
     Args:
       model: one of `names()`.
-      given: {flag of `python -m ported_weights`: value} of what is not fetched.
+      given: {flag of `python -m ported_weights`: value} that the user names, not fetched.
 
     Returns:
       {flag: file or folder here}.

@@ -42,7 +42,8 @@ class Decoding:
     at_once: int | None = None
 
     def images_at_once(self, codec: nnx.Module, code_map: tuple[int, int], images: int) -> int:
-        """The number of so many images that are decoded together. code_map: its size."""
+        """The number of so many images that are decoded together. code_map: size of the latent
+        map."""
         fitting = DECODER_BYTES // self.image_bytes(codec, code_map)
         return max(1, min(images, self.at_once or fitting))
 

@@ -134,7 +134,8 @@ class Configuration:
                     )
 
     def check_size(self, name: str, value: int, least: int = 1, most: int = LARGEST_SIZE) -> None:
-        """Raises `UserError` unless `least` <= value <= `most`, of a value from fields."""
+        """Raises `UserError` unless `least` <= value <= `most`, for a value that follows from
+        fields."""
         if not least <= value <= most:
             limit = f"at least {least}" if value < least else f"at most {most}"
             raise self.wrong(f"{name} is {value!r:.60}, it must be {limit}")

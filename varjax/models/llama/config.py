@@ -46,7 +46,7 @@ class DecoderConfig(published.TransformerConfig):
         return sampling
 
     def is_guided(self, sampling: Sampling) -> bool:
-        """Whether there are unconditional rows: not with a strength of 1."""
+        """Whether there are unconditional rows: there are none with a strength of 1."""
         return sampling.per_scale("cfg", 1)[0] != 1
 
 
