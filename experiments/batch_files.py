@@ -99,8 +99,7 @@ def _seal(arrays: Mapping[str, np.ndarray]) -> str:
 
 @dataclass(frozen=True)
 class Series:
-    """The images that a run keeps in files of consecutive ones; `check` tells whether a file is
-    one of them.
+    """The images that a run keeps in files of consecutive ones; `check` looks at a file.
 
     count: images of the run. batch_size: images that are drawn at a time; the last time there may
       be fewer. images: which of them this process makes (`experiments.parts`); None: all.

@@ -1,5 +1,4 @@
-"""Encode prompts once and keep the features, so that the encoder need not share the chip's memory
-with the model.
+"""Encode prompts once and keep the features: the encoder then needs no memory beside the model.
 
     python -m experiments.encode_text --checkpoint=DIR --prompts=FILE --save=FEATURES.npz
     python -m experiments.run --checkpoint=DIR --text_features=FEATURES.npz

@@ -1,5 +1,4 @@
-"""Resolution of what a command generates, before anything is compiled, and its description for
-reports."""
+"""Resolution of what a command generates, and its description for reports."""
 
 import dataclasses
 import hashlib

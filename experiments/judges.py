@@ -74,8 +74,7 @@ def of_model(
     """Return the networks that judge a model's pictures. `UserError` if there is no such network,
     or it does not take the model's pictures.
 
-    lpips: the flag --lpips. side: pixels of pictures that are resized, which the classifier does
-    not know.
+    lpips: the flag --lpips. side: of pictures that are resized, which the classifier does not know.
     """
     network = None
     if lpips.value:
@@ -90,8 +89,7 @@ def of_model(
 def feature_distance(
     a: Float[np.ndarray, "N D"], b: Float[np.ndarray, "N D"]
 ) -> Float[np.ndarray, " N"]:
-    """1 - cosine of the features of each pair, in float64: 0 for equal pictures, at most 1, since
-    features are not negative."""
+    """1 - cosine of the features of each pair, in float64: 0 for equal pictures, at most 1."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
     cosine = (a * b).sum(1) / np.maximum(lengths, 1e-12)

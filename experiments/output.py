@@ -6,8 +6,7 @@ damaged; with other flags it is refused, unless --overwrite discards the unfinis
 the results are written and `DIR.partial` is removed. A run that fails before its first batch leaves
 nothing. --overwrite replaces folders that `run`, `sweep` or `evaluate` wrote, and no others.
 
-Of many processes the first one alone writes and reads these folders; the others hear from it which
-images are missing.
+Of many processes the first one alone reads and writes; the others hear from it what is missing.
 """
 
 import contextlib
@@ -147,8 +146,7 @@ class BatchStore:
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         """Hold the work folder, new or with finished batches. It is removed again if no batch is
-        finished. `UserError`, in all processes, if another one works in it or it cannot be
-        written."""
+        finished. `UserError`, in all processes, if another run works in it."""
         with contextlib.ExitStack() as stack:
             with processes.together():
                 if hosts.is_first():

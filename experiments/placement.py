@@ -1,5 +1,4 @@
-"""Where a model fits: devices of chips, meshes and the largest batches, predicted without compiling
-anything."""
+"""Where a model fits: chips, meshes and the largest batches, predicted without compiling."""
 
 import contextlib
 from collections.abc import Callable

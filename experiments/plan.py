@@ -6,12 +6,9 @@
 
 Shows tokens held per scale, the size of the pool, and how full the cache is after every layer. The
 lines "papers" count as the published tables of AMS-KV and HeatKV do, which our bytes differ from:
-they say how. A published model needs no --calibration here: layers and heads then count as alike.
---save writes the arrays: `capacity` int (K, layers, heads), tokens held when a scale starts;
-`live_tokens` int (K, layers), tokens in the whole cache of one row right after a layer has stored;
-`pool_tokens`, `num_bytes`, `dense_bytes`; for policies whose contents are known beforehand
-`keep_scale` bool (K, layers, heads, K), whether a scale sees anything of an earlier one, and
-`keep_count`, of how many of its tokens.
+they say how; of models that draw token by token they are the rows of HeadKV's and LineAR's tables
+of memory at the nearest budget. A published model needs no --calibration here: layers and heads
+then count as alike. --save writes the plan's arrays (docs/reference/files.md).
 --target=CHIP says whether a device of it can hold the batch, --mesh=data=2,model=4 what each device
 holds; --fit prints the largest batch on each of --targets=rtx4090,tpu-v5e:8, with the full cache
 and compressed (--policy, or streaming), and the commands that draw them. Memory is predicted, and
@@ -20,14 +17,7 @@ Models that draw token by token are given as --geometry='layers=36,heads=20,head
 condition=1,line=24': image tokens, slots of the condition (1), tokens of an image line (by default
 the image is a square); queries_per_head=8: so many query heads share each of the heads. Stages take
 the place of scales, stage 0 is the condition; one is printed where what heads hold begins to grow,
-drops or stays. --save writes `stages`, their first tokens.
-For LlamaGen-XL and XXL of 384 pixels, Janus-Pro and Lumina-mGPT "papers" are the rows of HeadKV's
-and LineAR's tables at the nearest budget: memory in all (GiB on a GPU), how much less that is than
-their full cache's, which is what our bytes can be compared with, and what the totals are made of:
-keys and values as the original stores them (Lumina-mGPT: float32 keys, 6 bytes for K and V),
-weights, and the rest (decoding, the framework). Texts' lengths are not printed: they are inferred.
-Geometries have at most 64 scales and 4096 heads over all layers, 2**20 heads times the square of
-the scales and 2**25 heads times tokens: then any plan takes seconds and about a GiB at most.
+drops or stays.
 """
 
 import json
@@ -199,10 +189,8 @@ def _command(
     model: Model, policy: Policy, chip: Chip, devices: int, batch: int, mesh: MeshSpec
 ) -> str:
     """Return the command that draws a batch; of several hosts, that of every host."""
-    flags, group = (
-        [flag for values in FLAGS.all_values() for flag in values],
-        FLAGS.groups["program"],
-    )
+    flags = [flag for values in FLAGS.all_values() for flag in values]
+    group = FLAGS.groups["program"]
     given = {n: FLAGS.flag(n).value for n in flags if FLAGS.flag(n).present and n not in OF_FIT}
     if name := FLAGS.flag("model").value:
         given["checkpoint"] = name

@@ -141,8 +141,7 @@ def from_first(tree: Tree) -> Tree:
 @contextlib.contextmanager
 def together() -> Iterator[None]:
     """Context in which an error of one process is raised in all of them: `AgreedError` for a
-    `UserError` or `OSError`. It ends when all have come here; `LostProcess` if one does not
-    answer."""
+    `UserError` or `OSError`. It waits for all; `LostProcess` if one does not answer."""
     if hosts.count() == 1:
         yield
         return
@@ -229,8 +228,7 @@ class Stop:
         return self.asked
 
     def steps(self, items: Iterable[Item]) -> Iterator[Item]:
-        """The items, until the system has asked to end. A step is over when the next item is
-        wanted."""
+        """The items, until the system has asked to end. The next item ends a step."""
         for item in items:
             yield item
             if self.after_step():

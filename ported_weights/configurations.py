@@ -64,8 +64,7 @@ class PublishedModel:
         return CUSTOM_DEFAULTS[self.family.name]
 
     def check_files(self) -> None:
-        """`UserError` without weights of the image tokenizer, or for files that this family does
-        not have."""
+        """`UserError` without weights of the image tokenizer, or for files of other families."""
         name = self.family.parts["transformer"].name
         if self.prompt_tokenizer_source and not self.defaults.prompt_tokenizers:
             raise UserError(f"--prompt_tokenizer_source: {name} takes no token ids: drop it")

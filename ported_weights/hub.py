@@ -2,8 +2,7 @@
 
 `hub.json` says where they are. `huggingface_hub` keeps them in its own cache (HF_HOME), goes on
 with interrupted downloads and takes from there what is there. Every file is checked: its size and
-SHA-256 as `hub.json` has them, else as the hub says. Names that the hub gives become paths in its
-cache, or are refused.
+SHA-256 as `hub.json` has them, else as the hub says. Names that the hub gives stay in its cache.
 """
 
 import functools
@@ -45,8 +44,7 @@ def fetch(model: str, given: Mapping[str, str | None]) -> dict[str, str]:
 
     Args:
       model: one of `names()`.
-      given: {flag of `python -m ported_weights`: value} of what the user names; those are not
-        fetched.
+      given: {flag of `python -m ported_weights`: value} that the user names, not fetched.
 
     Returns:
       {flag: file or folder here}.

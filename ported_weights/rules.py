@@ -46,8 +46,7 @@ class Take:
         rows, which are reported as ignored. None: shapes must be equal.
       rows: which rows of the source, one for each token, are taken, in this order. None: all.
       section: (i, shares): the source fills the i-th of the sections that lie side by side along
-        the last axis of the target; their widths are in these proportions. None: it fills the
-        whole target.
+        the last axis of the target; their widths are in these proportions. None: all of it.
     """
 
     pattern: str

@@ -57,8 +57,7 @@ class ConditionKind:
 
 def check(model: Model, **given) -> int:
     """The number of images that are asked for. given: arguments of the Python API by name, None
-    where the caller gave none; `UserError` unless exactly what the model's images are made of is
-    given."""
+    where the caller gave none; `UserError` unless they are exactly what the model draws from."""
     return _asked("count", model, given)
 
 

@@ -1,5 +1,4 @@
-"""Compile a whole generation program for chips that are not here, and say whether it fits and what
-is in it.
+"""Compile a whole generation program for chips that are not here, and say whether it fits.
 
     python -m experiments.aot --model=var-d30 --batch_size=8 --target=tpu-v5e,h200
     python -m experiments.aot --model=var-d30 --policy=streaming --budget=0.1 --target=a100 \\
@@ -11,15 +10,12 @@ is in it.
 The command compiles exactly what `experiments.run` would run there, with the real compiler of the
 chip and without weights. It prints the bytes of parameters, cache and temporaries, the peak,
 whether the cache is updated in place, FLOPs and the least time that they and the bytes take (a
-floor, no prediction) and how many kernels are started, and ends with the verdict. --verbose adds
-the largest temporaries with the operation that makes them, the kernels, and of a mesh what its
-devices exchange. With --train it compiles a
-step of `experiments.train` in place of the programs that draw, with --learn one of
-`experiments.learn`. It needs `libtpu` for TPUs and JAX's CUDA plugin for GPUs, not the chips; see
-docs/howto/scale.md.
+floor, no prediction) and how many kernels are started, and ends with the verdict. With --train it
+compiles a step of `experiments.train` in place of the programs that draw, with --learn one of
+`experiments.learn`. It needs `libtpu` for TPUs and JAX's CUDA plugin for GPUs, not the chips
+(docs/howto/scale.md).
 
-Exit status 1: a target failed, the others are printed. A program that does not fit is a result, not
-a failure.
+Exit status 1: a target failed, the others are printed. A program that does not fit is no failure.
 """
 
 import importlib.metadata
@@ -105,8 +101,7 @@ def targets() -> list[Chip]:
 
 
 def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
-    """The workload of each target, and remarks on the plan. All flags are checked, nothing is
-    compiled."""
+    """The workload of each target, and remarks on the plan. All flags are checked."""
     model, policy = MODEL.resolve(weights=False), POLICY.resolve()
     model = PROGRAM.stored(model, wanted)
     programs = {chip.name: PROGRAM.resolve(model, chip) for chip in wanted}

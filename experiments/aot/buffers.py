@@ -140,8 +140,7 @@ def second_copies(
 ) -> dict[str, list[str]]:
     """{name: lines for the reader of a report} of the arrays that exist more than once. The lines
     are instructions that copy, transpose or convert the array within the main memory, and
-    temporaries of its shape. A TPU may fetch a small array into its VMEM (layout `S(1)`), which
-    does not count.
+    temporaries of its shape. Arrays in a TPU's VMEM (layout `S(1)`) do not count.
 
     buffers: the program's temporaries.
     """

@@ -29,8 +29,7 @@ def array_bytes(shape: str) -> list[float]:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of the text. rest: the text behind the opening bracket: operands, then
-    attributes."""
+    """One line of the text. rest: behind the opening bracket: operands, then attributes."""
 
     name: str
     shape: str
@@ -95,8 +94,7 @@ class Module:
 
     @classmethod
     def parse(cls, text: str) -> "Module":
-        """Read `jax.stages.Compiled.as_text()`. `ValueError` if there is no entry computation in
-        it."""
+        """Read `jax.stages.Compiled.as_text()`. `ValueError` without an entry computation."""
         computations: dict[str, list[Instruction]] = {}
         inside: list[Instruction] = []
         entry = None

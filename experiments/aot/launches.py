@@ -55,8 +55,7 @@ def read_dump(folder: Path, trips: Sequence[int | None]) -> Launches | None:
 
 def read_launches(text: str, trips: Sequence[int | None]) -> Launches | None:
     """The starts that a text lists, loops counted by their rounds; None if it lists other loops
-    than `trips` has. A loop of unknown length counts once. Of branches the one counts that starts
-    most."""
+    than `trips` has. A loop of unknown length counts once, of branches the one that starts most."""
     root = _Node("", -1)
     above, part, loops = [root], "", []
     for line in text.splitlines():

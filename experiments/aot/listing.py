@@ -10,8 +10,7 @@ COLLECTIVES = 8  # operations that exchange most, which are listed
 
 
 def text(results: Sequence[Mapping], verbose: bool) -> str:
-    """The results of all targets, with the verdict at the end. verbose: with what is in the
-    programs."""
+    """The results of all targets, with the verdict at the end. verbose: with their content."""
     lines = table(results)
     for r in results:
         if r["status"] != "compiled" or not verbose:

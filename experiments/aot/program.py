@@ -71,8 +71,7 @@ class CompiledProgram:
     times_read: how often each weight is read; 0: it is no argument of this program.
     resident: bytes on the device while it runs: arguments, results, temporaries, code, and weights
       that it does not read.
-    copies: {array of the state: where it exists a second time}; arrays that are updated in place
-      are not listed.
+    copies: {array of the state that is not updated in place: where it exists a second time}.
     compile_s: seconds, tracing included.
     said: what else a report says, as content of a JSON file.
     """
@@ -281,8 +280,7 @@ class Compilation:
         self.codes = compile_program(trace, self.networks, options, carried, self.mesh)
 
     def compile_pixels(self) -> None:
-        """Compile the program that decodes pixels. It takes weights in the layouts of the other
-        program."""
+        """Compile the program that decodes pixels, with weights in the layouts of the other one."""
         codec = self.networks["codec"]
         count = len(jax.tree.leaves(codec))  # they come first among the weights
         formats = self.codes.formats[0][0][:count] if self.automatic else None
@@ -297,8 +295,7 @@ def carried_arrays(
 ) -> list[Carried]:
     """Arrays that a program should update in place: the pool, in any type, and other arrays that
     take at least `SHARE_THAT_MATTERS` of its bytes, in their own type. Where layers have caches of
-    their own, one of several equal arrays stands for all. stored: arrays of the state that hold K
-    and V."""
+    their own, one of several equal arrays stands for all. stored: those that hold K and V."""
     least = SHARE_THAT_MATTERS * max(map(device_bytes, jax.tree.leaves(stored)))
     found, shapes = [], set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):

@@ -182,8 +182,7 @@ def shape(*sizes: int, dtype: jnp.dtype = jnp.float32) -> jax.ShapeDtypeStruct:
 
 
 def describe(asked: Step, chip: Chip) -> dict:
-    """Compile for a chip; the result as content of a JSON file. Raises the errors of
-    `compile_program`."""
+    """Compile for a chip; the result as content of a JSON file. Raises as `compile_program`."""
     mesh, devices = AbsentMesh(asked.mesh.data, asked.mesh.fsdp, chip.name), asked.mesh.size
     trace, first, state, weights = asked.program(mesh)
     program = compile_program(trace, first, {}, (), mesh.devices)

@@ -10,18 +10,15 @@ of models that have it. Each call is timed with the kernel of this device, if it
 the plain JAX reference. Attention is also timed with JAX's own attention on a full cache of the
 same scale (XLA; on a GPU cuDNN, too). Times are medians of repeated loops after warm-up.
 
-On a CPU shapes are cut down and the reference is timed. That shows that the command works, not how
-fast a chip is. --check compares kernel and reference over shapes, types and tables instead, and
-exits with 1 if one differs, or if the kernel refuses all of them. --tune times all tiles of the
+On a CPU shapes are cut down and the reference is timed, which says nothing of chips. --check
+compares kernel and reference over shapes, types and tables instead. --tune times all tiles of the
 attention kernels and writes the best into pallas_kernels/ragged_attention/tuned/, where later
-programs for this kind of device find them. Timing exits with 1 if the kernel itself could not be
-timed, --tune if no tiles of a call work.
+programs for this kind of device find them. Status 1: a kernel differs or cannot run.
 
 --draw times whole programs: codes and pixels of published models with random weights, in bfloat16,
 on a CPU small models in float32. Each is compiled, run once, timed --repeats times, and run under
 JAX's profiler, which says how long each kernel takes. --json gets a line for each task as soon as
-it is done (docs/reference/files.md). What does not fit, or was not begun when --minutes were over,
-has a note instead of times. It exits with 1 if a task failed or pixels are not finite.
+it is done (docs/reference/files.md). Status 1: a task failed, or pixels are not finite.
 """
 
 import contextlib

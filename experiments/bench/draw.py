@@ -241,8 +241,7 @@ def kernel_lines(profile: ProfileData) -> Iterator[list[ProfileEvent]]:
 
 
 def of_lines(wall: float, lines: Iterable[list[ProfileEvent]]) -> dict[str, object]:
-    """Summary of a run that took `wall` seconds, as `profiled` returns it. lines:
-    `kernel_lines`."""
+    """Summary of a run of `wall` seconds, as `profiled` returns it. lines: `kernel_lines`."""
     own, calls, starts, ends = Counter(), Counter(), [], []
     lines = list(lines)
     for events in lines:

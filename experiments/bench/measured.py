@@ -58,8 +58,7 @@ def timed(operation: str, spec: ArgSpec, budget: float, way: str, repeats: int) 
 def tuned(
     operation: str, specs: Sequence[ArgSpec], implementation: str, repeats: int
 ) -> list[tuple[ArgSpec, Config]]:
-    """The fastest tiles of every shape, without the shapes for which none work. Prints what it
-    finds."""
+    """The fastest tiles of every shape, without those for which none work. Prints what it finds."""
     found = []
     for spec in specs:
         trials = list(tune.trials(operation, spec, implementation, repeats))

@@ -56,8 +56,7 @@ class _Choice(flags.ArgumentParser):
 
 
 class Settings:
-    """absl flags by themselves. Most methods define one and return its holder, whose `value` is
-    read later."""
+    """absl flags by themselves. Most methods define one and return its holder."""
 
     def __init__(self):
         self.values = flags.FlagValues()
@@ -128,8 +127,7 @@ class CommandFlags(Settings):
         return self.string(name, None, help, required=True)
 
     def group(self, name: str, help: str, alone: Collection[str] = ()) -> Group:
-        """Define a flag that takes several settings, which the group returned defines. alone: as of
-        `Group`."""
+        """Define a flag that takes the settings of the group returned. alone: as of `Group`."""
         self.texts(name, [], help)
         self.groups[name] = Group(name, alone)
         return self.groups[name]

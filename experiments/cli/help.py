@@ -18,8 +18,7 @@ from experiments.cli.reading import LISTED, REPEATED, allowed, bare, choices, pr
 WIDTH = 100
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 KEPT = """Compiled programs are kept for the next start in JAX_COMPILATION_CACHE_DIR, else in
-varjax/programs of the user's cache folder; JAX_ENABLE_COMPILATION_CACHE=false keeps none. The
-subfolder varjax there, which older versions wrote, is not read and may be deleted."""
+varjax/programs of the user's cache folder; JAX_ENABLE_COMPILATION_CACHE=false keeps none."""
 _TYPES = {LISTED: "LIST", REPEATED: "STRING"}  # as absl calls them
 
 

@@ -14,8 +14,7 @@ reference set; PSNR, SSIM, LPIPS and equal tokens against the pictures of the fu
 with pictures (`arr_0`); a reference may also be a file of statistics (`mu`, `sigma`, for sFID
 `mu_s`, `sigma_s`), as ADM and pytorch-fid publish them. The networks are the published ones,
 converted once by `python -m ported_weights` (docs/howto/evaluate.md). --protocol chooses how
-pictures are resized and what is computed by default; numbers of different protocols are not
-comparable.
+pictures are resized; numbers of different protocols are not comparable.
 
 Writes metrics.json, which says how everything was computed, and for --full also per_image.npz, into
 --out (default: a new folder under results/). An interrupted evaluation started again with the same

@@ -1,6 +1,5 @@
 """Metrics of pictures one by one: PSNR, SSIM, LPIPS and equal tokens of samples against those of
-the full cache. PSNR and SSIM of pictures as bytes are computed in float64, by the definitions of
-torchmetrics."""
+the full cache. PSNR and SSIM are those of torchmetrics, of bytes, in float64."""
 
 import math
 from collections.abc import Iterator, Mapping

@@ -1,11 +1,9 @@
 """Every metric of the reports: how it is computed, what it is called, how it is shown.
 
 Tables, plots, CSV columns, definitions and `report.json` follow the dictionary `METRICS`. To add a
-metric, add an entry. Nothing else is needed if it compares two results of the same image array by
-array.
+metric, add an entry: nothing else, if it compares two results of an image array by array.
 
-Letters: N or B images, H and W pixels, C channels, L tokens, V vocabulary. Images are float in
-[0, 1].
+Letters: N or B images, H and W pixels, C channels, L tokens, V vocabulary. Images are in [0, 1].
 """
 
 import re
@@ -81,15 +79,13 @@ class Metric:
     Attributes:
       key: what files call it.
       name: what definitions call it.
-      label, column, title: what the table of a run, that of a sweep and the plot call it; default:
-        its name.
+      label, column, title: what a run's table, a sweep's and the plot call it; default: its name.
       unit: the unit on the axis of its plot.
       better: "higher" or "lower".
       shown: the format of a value in tables.
       definition: a sentence without its end; metrics that share one are explained together.
-      needs: the array of a result that is compared: images float [N, H, W, 3] in [0, 1], tokens
-        [N, ...], or forced_logits [N, L, ..., V] of a run that was forced to the full cache's
-        tokens.
+      needs: the array of a result that is compared: images float [N, H, W, 3] in [0, 1], tokens [N,
+        ...], or forced_logits [N, L, ..., V] with the full cache's tokens forced.
       compare: (array of the full cache, array of the other) -> float [N], for each image. None: a
         network computes it (`is_judged`).
       largest: a greater value counts as this one, in means and in JSON.
@@ -216,8 +212,7 @@ METRICS = {metric.key: metric for metric in _METRICS}
 
 def register(metric: Metric) -> None:
     """Makes a metric of your own known: tables and reports of runs and sweeps show it from now on.
-    `UserError` if it is no metric that compares pictures, or its key is taken or none that files
-    can have."""
+    `UserError` if it is no metric that compares pictures, or its key is taken or not allowed."""
     if not isinstance(metric, Metric) or not callable(metric.compare):
         raise UserError(f"{show(metric)} is no Metric with a function `compare` for each image")
     if not re.fullmatch("[a-z][a-z0-9]{0,39}", metric.key):
@@ -271,8 +266,7 @@ def capped(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def summarize(arrays: Mapping[str, np.ndarray]) -> dict:
-    """Returns means over images, standard deviations as `*_std`, and the number of identical
-    images.
+    """Returns means over images, standard deviations (`*_std`), and how many are identical.
 
     arrays: per-image numbers by metric, psnr among them.
     """

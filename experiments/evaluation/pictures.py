@@ -131,8 +131,7 @@ class _Encoded:
 
 
 class PictureFolder(_Encoded):
-    """All pictures below a folder, in the order of their paths; `UserError` also if there are
-    none."""
+    """All pictures below a folder, in the order of their paths; `UserError` also without any."""
 
     labels = None
 

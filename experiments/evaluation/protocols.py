@@ -2,8 +2,7 @@
 the network sees them, at 299x299 pixels.
 
 Each of the three ways to that size is a matrix per axis, made on the host, and two matrix products
-on the device; they differ in where they sample and in what they do when they shrink, by far more
-than rounding.
+on the device; they differ in where they sample and how they shrink, by far more than rounding.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,8 +45,7 @@ def _bilinear(source: np.ndarray, size: int) -> Float[np.ndarray, "out in"]:
 
 @lru_cache(maxsize=32)
 def half_pixel(size: int, out: int) -> Float[np.ndarray, "out in"]:
-    """torch: centres of pixels lie at halves; no antialiasing, clamped at the edges. In float32 as
-    the original."""
+    """torch: centres of pixels lie at halves; no antialiasing, clamped at the edges, in float32."""
     scale = np.float32(size) / np.float32(out)
     places = (np.arange(out, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5)
     return _bilinear(np.maximum(places, np.float32(0)), size)
@@ -55,8 +53,7 @@ def half_pixel(size: int, out: int) -> Float[np.ndarray, "out in"]:
 
 @lru_cache(maxsize=32)
 def corner(size: int, out: int) -> Float[np.ndarray, "out in"]:
-    """TensorFlow 1: the place of a pixel is its corner; no antialiasing. In float32 as the
-    original."""
+    """TensorFlow 1: the place of a pixel is its corner; no antialiasing; in float32."""
     scale = np.float32(size) / np.float32(out)
     return _bilinear(np.arange(out, dtype=np.float32) * scale, size)
 

@@ -1,5 +1,4 @@
-"""The flags that name a model, --checkpoint and --model, the shape of its pictures, and its places
-for prompts."""
+"""The flags that name a model, the shape of its pictures, and its places for prompts."""
 
 from dataclasses import replace
 
@@ -17,8 +16,7 @@ from varjax.models.registry import found
 
 
 class ModelFlags:
-    """--checkpoint, --aspect, --size, --grid, --prompt_tokens and, for commands that can do without
-    weights, --model.
+    """--checkpoint, --aspect, --size, --grid, --prompt_tokens and, for some commands, --model.
 
     published: what the help says about --model; None: the command has no such flag.
     """

@@ -1,5 +1,4 @@
-"""The flags that choose a KV-cache policy: --policy, --budget, --policy_args, --calibration and
---plugin."""
+"""The flags that choose a KV-cache policy, and what it reads."""
 
 import contextlib
 from collections.abc import Callable
@@ -179,8 +178,7 @@ class PolicyFlags:
 
         The calibration is that of --calibration and --learned, else of the files in the model's
         folder, else, for a model without weights, a `stand_in`. `UserError` if the policy would
-        ignore a flag, or if a file belongs to other weights or, with `sampling`, to another
-        guidance.
+        ignore a flag, or a file is of other weights or, with `sampling`, of another guidance.
         """
         self._check_files(policy)
         geometry, guidance = model.geometry if isinstance(model, Model) else model, None

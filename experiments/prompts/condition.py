@@ -141,8 +141,7 @@ def warn(message: str) -> None:
 
 def encoded(condition: Condition, model: Model, dtype: str) -> Condition:
     """Return the condition with its prompts encoded; labels are returned as they are. The encoder's
-    memory is free again after it. `UserError` if the encoder cannot be used, or is another
-    model's."""
+    memory is free again. `UserError` if it cannot be used, or is another model's."""
     if not isinstance(condition, Text) or condition.features is not None:
         return condition
     prompts, encoder, most = condition.prompts, condition.encoder, condition.text_maxlen

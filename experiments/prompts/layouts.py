@@ -126,8 +126,7 @@ def image_files(folder: Path) -> set[str]:
 def _write_prompt(
     folder: Path, kind: PromptFormat, prompt: Prompt, images: UInt8[np.ndarray, "N H W 3"]
 ) -> None:
-    """Write the files of one prompt; of DPG-Bench a grid, where places without an image are
-    black."""
+    """Write the files of one prompt; of DPG-Bench a grid, black where there is no image."""
     each, side = len(images), images.shape[1]
     if kind is PromptFormat.DPG and each > 1:
         grid = np.zeros((2 * side, 2 * side, 3), np.uint8)

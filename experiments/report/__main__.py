@@ -8,11 +8,10 @@
     python -m experiments.report --sweep=SWEEP --metrics=kl --out=figure.pdf
     python -m experiments.report --sweep=SWEEP --out=per_image.csv
 
-The page is a single file that needs no network: the table, fidelity against bytes, pictures of all
-policies with a slider that wipes between each and the full cache, bytes in use at every layer of
-every scale; and, from a calibration, attention density (AMS-KV, Figure 4), key discrepancy (AMS-KV,
-Figure 6), the pruning schedule (HeatKV, Figure 4) and the stability of the ranking (HeatKV, Figure
-6). What is missing says which command provides it.
+The page is a single file that needs no network: the table, fidelity against bytes, pictures beside
+the full cache's, bytes in use over time; and, from a calibration, attention density (AMS-KV, Figure
+4), key discrepancy (AMS-KV, Figure 6), the pruning schedule (HeatKV, Figure 4) and the stability of
+the ranking (HeatKV, Figure 6). What is missing says which command provides it.
 
 For a paper: a table (.tex with booktabs, .md), a figure of one metric against bytes, 3.25 inches
 wide with letters of 8 points (.pdf, .svg), and the numbers of every single image (.csv).

@@ -128,8 +128,7 @@ def _removals(last_use: np.ndarray, source: int, geometry: Geometry) -> alt.Char
 
 
 def dispersion(values: np.ndarray, geometry: Geometry) -> alt.Chart:
-    """Draw the standard deviation of a head's rank (HeatKV, Figure 6), float [up to K - 1], per
-    source scale."""
+    """Draw the standard deviation of a head's rank (HeatKV, Figure 6), float [up to K - 1]."""
     scales = geometry.schedule.num_scales
     names = scale_names(geometry.schedule)[scales - 1 - len(values) : scales - 1]
     total = geometry.num_layers * geometry.num_heads

@@ -60,8 +60,7 @@ def labels(rows: Sequence[dict]) -> list[str]:
 def fidelity(
     rows: Sequence[dict], of: str = "a batch", legend: alt.Legend | None = None
 ) -> list[alt.LayerChart]:
-    """Return a chart for each metric that has finite values. Its parameter `front` brings a policy
-    to the front.
+    """Return a chart for each metric that has finite values. Its parameter `front` names a policy.
 
     rows: of the table. of: whose bytes they are, "a batch" or "an image". legend: of the lines;
     None: the page has one.

@@ -29,8 +29,7 @@ SPECIAL |= {"|": r"\textbar{}", "↑": r"$\uparrow$", "↓": r"$\downarrow$"}
 
 
 def chosen(report: dict, names: Sequence[str] | None) -> list[Metric]:
-    """Return the metrics that are asked for; None: all that the sweep has. `UserError` for others
-    than it has."""
+    """Return the metrics that are asked for; None: all of the sweep. `UserError` for others."""
     rows = tables.rows(report)[1:]
     there = [key for key in METRICS if any(key in row for row in rows)]
     if not there:

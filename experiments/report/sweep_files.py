@@ -1,6 +1,5 @@
 """Reading a sweep's files. Everything that a report shows must be there with the right type, size
-and range, which `sweep.schema.json` declares; else the message names the file and the place in
-it."""
+and range, which `sweep.schema.json` declares; else the message names file and place."""
 
 import json
 import math
@@ -85,8 +84,7 @@ def check_report(report: dict) -> Geometry:
 
 
 def check_samples(report: dict, samples: dict[str, np.ndarray]) -> None:
-    """Raise `Damaged` if the full cache or a cell lacks pictures, uint8 [n, H, W, 3], or a picture
-    its name or its numbers."""
+    """Raise `Damaged` if a cell lacks pictures, uint8 [n, H, W, 3], or one its name or numbers."""
     done = [cell for cell in report["cells"] if cell["status"] == "done"]
     for name in (tables.FULL, *(cell["samples"] for cell in done)):
         if name not in samples:

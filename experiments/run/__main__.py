@@ -9,10 +9,9 @@
 Writes grid.png, samples.npz (arr_0 uint8 images, arr_1 labels or prompt numbers), report.json and,
 with --save_arrays, arrays.npz, with --save_kept, kept.npz and kept.png into --out (default: a new
 folder under results/); from prompts also images/ with one file per image in the layout of the
-prompt set. An interrupted run started again with the same flags continues where it stopped. With
---shard=I/N it makes part I of N, which experiments.merge joins; with --distributed many processes
-work as one (docs/howto/many_processes.md).
-SIGTERM ends it after the batch that is drawn, with status 0.
+prompt set. An interrupted run started again with the same flags continues where it stopped;
+SIGTERM ends it after the batch that is drawn, with status 0. With --shard=I/N it makes part I of N,
+with --distributed many processes work as one (docs/howto/many_processes.md).
 """
 
 from functools import partial

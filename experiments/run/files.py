@@ -92,8 +92,7 @@ def write_kept(out: pathlib.Path, keep: np.ndarray, layout: dict, image: np.ndar
 @contextlib.contextmanager
 def _pixels(store: BatchStore) -> Iterator[np.ndarray]:
     """Give all images as uint8 [N, H, W, 3] that stays on disk, since large sets do not fit into
-    memory. They are written in order, and not through a memory map: with a map, a full disk would
-    kill the process."""
+    memory. They are written in order: with a memory map, a full disk would kill the process."""
     path, count = store.work.path / PIXELS, store.series["main"].count
     try:
         path.unlink(missing_ok=True)
@@ -112,8 +111,7 @@ def _pixels(store: BatchStore) -> Iterator[np.ndarray]:
 
 
 def write_pictures(out: pathlib.Path, shown: Shown, pixels: np.ndarray) -> None:
-    """Write samples.npz, grid.png and, of prompts, images/ with its manifest. pixels: uint8
-    [N, H, W, 3]."""
+    """Write samples.npz, grid.png and, of prompts, images/. pixels: uint8 [N, H, W, 3]."""
     order, count = None, len(pixels)
     if shown.prompts is None and count >= SHUFFLED_FROM:
         # ADM's Inception score takes consecutive blocks, and is too low if a block has few classes

@@ -32,8 +32,7 @@ OF_FULL = "class_agreement_full"  # of the full cache's own pictures
 def kept(run: Run, results: dict[str, np.ndarray], main: bool) -> dict[str, np.ndarray]:
     """Return the arrays of a batch that are stored. main: it is the policy's, not the full cache's.
     Images are resized as by torch's bicubic mode without antialiasing, and stored as bytes, unless
-    the run needs exact ones. `UserError` for images that are not finite: the first batch already
-    tells."""
+    the run needs exact ones. `UserError` for images that are not finite."""
     check_finite(results["images"])
     told = {}
     if run.save_kept and main:
@@ -75,8 +74,7 @@ def shown(run: Run) -> Shown:
 def finish(
     run: Run, store: BatchStore, generator: Generator, full: Generator | None = None
 ) -> dict:
-    """Write all results into the final folder and return the report. full: drew what is compared
-    with."""
+    """Write all results into the final folder and return the report. full: to compare with."""
     report = report_of(run, generator, store)
     # a first batch takes longer than others
     if full and min(len(full.timing.runs), len(generator.timing.runs)) > 1:

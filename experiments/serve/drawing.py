@@ -114,8 +114,7 @@ class Watched:
 
     @contextlib.contextmanager
     def heard_by(self, hear: Hear | None) -> Iterator[None]:
-        """A run inside tells `hear` of every scale or token before this ends, on another thread
-        (`Generator`: watch)."""
+        """A run inside tells `hear` of every scale or token before this ends, on another thread."""
         self._heard[0] = hear
         try:
             yield

@@ -237,8 +237,7 @@ class Batcher:
                 await self._changed.wait()
 
     def _next(self) -> list[tuple[Item, asyncio.Future[Drawn]]]:
-        """The next batch. Images behind one that has a program of its own may come before it: they
-        do not depend on it."""
+        """The next batch. Images behind one that has a program of its own may come before it."""
         self._waiting = deque(one for one in self._waiting if not one[1].done())
         if not self._waiting or self._waiting[0][0].program is not None:
             return [self._waiting.popleft()] if self._waiting else []

@@ -192,8 +192,7 @@ class Order:
 
     async def seen(self) -> AsyncIterator[str | tuple[int, Preview | Drawn]]:
         """What comes, in its order: words about what is waited for, previews if the request wants
-        events, pictures, by number. Closing it takes back what nobody draws yet. Raises what goes
-        wrong."""
+        events, pictures, by number. Closing it takes back what nobody draws yet."""
         service, asked, loop = self.service, self.asked, asyncio.get_running_loop()
         program, found = None, asyncio.Queue()
         if self.choice != service.programs.usual or asked.stream or asked.kept:

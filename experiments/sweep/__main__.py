@@ -10,21 +10,19 @@
 Every row is a policy, with arguments after a colon, joined by +, if it is to differ from its
 defaults: `streaming:sinks=3+block_size=8`. Several values make a grid, six rows of
 `headkv:window=2|4|8:sinks=0|2`; arguments.png then plots what is measured over each argument.
-`all` stands for every policy with its defaults (but not `table`, which needs a file) and may be
-joined by others: `all,streaming:sinks=1`. What `all` cannot run becomes a row that says why; so
-does a budget at which a named policy cannot run, as long as it can at another.
+`all` stands for every policy with its defaults but `table`, and may be joined by others:
+`all,streaming:sinks=1`. What cannot run becomes a row that says why.
 
 Measured against the full cache on the same seeds: PSNR, SSIM and equal tokens of images drawn
 freely, the KL divergence of the logits (nats per token) with the full cache's tokens forced, bytes
-of the cache, seconds per image; with --lpips LPIPS; of the demo, and of models that have a
-classifier (docs/howto/evaluate.md), class agreement and the distance of its features. Means come
-with 95 % intervals, and with the difference to the best policy of the same budget, image by image.
+of the cache, seconds per image; with --lpips LPIPS; of models with a classifier
+(docs/howto/evaluate.md) class agreement and the distance of its features. Means come with 95 %
+intervals, and with the difference to the best policy of the same budget, image by image.
 
-Writes sweep.md, sweep.csv, sweep.json, fidelity.png, of grids arguments.png, what
-`experiments.report` shows besides (samples.npz, images; calibration.json, a copy of the calibration
-if one was used) into --out (default: a new folder under results/). Finished cells of an interrupted
-sweep are kept: start it again with the same settings; policies and budgets may change. SIGTERM ends
-it after the batch that is drawn, with status 0. With --shard=I/N it runs part I of N of the cells;
+Writes sweep.md, sweep.csv, sweep.json, fidelity.png and what `experiments.report` shows besides
+into --out (default: a new folder under results/). Finished cells of an interrupted sweep are kept:
+start it again with the same settings; policies and budgets may change. SIGTERM ends it after the
+batch that is drawn, with status 0. With --shard=I/N it runs part I of N of the cells;
 experiments.merge joins them. With --distributed all processes draw each batch.
 """
 

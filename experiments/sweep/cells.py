@@ -111,8 +111,7 @@ class CellRunner:
             self._run_again(program, index, self._unused, 0)
 
     def _logits(self, program: Generator, index: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Return the logits float32 [B, L, ...] of images `index` with their `tokens` [N, L, ...]
-        forced."""
+        """Return the logits float32 [B, L, ...] of images `index`, `tokens` [N, L, ...] forced."""
         return np.asarray(hosts.gathered(self._run_again(program, index, tokens)["logits"]))
 
     def path(self, cell: Cell) -> pathlib.Path:
@@ -200,8 +199,7 @@ class CellRunner:
         self.keep(sweep.full, row, arrays)
 
     def _run_cell(self, cell: Cell, reference: dict[str, np.ndarray]) -> None:
-        """Run a cell. reference: tokens [N, L, ...] and images float32 [N, H, W, 3] of the full
-        cache."""
+        """Run a cell. reference: of `_reference`."""
         tokens, sweep = reference["tokens"], self.sweep
         program = self.compiled(cell)
         found: list[dict] = []

@@ -194,8 +194,7 @@ def plan_cells(
     num_images: int,
 ) -> list[Cell]:
     """Return all cells, entry by entry; `all` stands for the policies that serve the model. A cell
-    that cannot run has its reason. `UserError` if a policy that was named has no cell that can
-    run."""
+    that cannot run has its reason. `UserError` if none of a named policy can run."""
     cells: list[Cell] = []
     for entry in entries:
         if entry.name == "full":

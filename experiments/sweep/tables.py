@@ -88,8 +88,7 @@ def content(found: dict, results: dict[str, dict]) -> dict:
 
 
 def definitions(cells: Sequence[dict]) -> dict[str, str]:
-    """Return {column: its meaning}; of intervals and differences if there are any: a single image
-    has no intervals."""
+    """Return {column: its meaning}; of intervals and differences if there are any."""
     (first, planned), *last = DEFINITIONS.items()
     keys = {key for cell in cells for key in cell.get("fidelity", {})}
     found = {first: planned, **metrics.definitions(shown([keys])), **dict(last)}
@@ -111,8 +110,7 @@ def per_image(results: dict[str, dict]) -> dict[str, dict[str, np.ndarray]]:
 
 def samples(found: dict, results: dict[str, dict]) -> dict[str, np.ndarray]:
     """Return the arrays of samples.npz: `labels` int [n], uint8 [n, H, W, 3] for `full` and each
-    cell, and `CELL/METRIC` float [N]: numbers of all N images, of which n are shown. found: the
-    sweep's `frame`."""
+    cell, and `CELL/METRIC` float [N]: of all N images, of which n are shown. found: the `frame`."""
     settings, numbers = found["settings"], per_image(results)
     labels = np.array(settings["labels"][: settings["samples"]], np.int64)
     keys = list({cell["samples"]: None for cell in found["cells"] if "samples" in cell})

@@ -92,8 +92,7 @@ def load(
       loader: one of `LOADERS`. "grain" leaves training pictures in their files, "auto" if they
         would take more than `MEMORY` of this machine's.
       copies: that will be made of every picture (`with_shifts`).
-      max_validation: so many validation pictures are enough where the others stay in their files;
-        0: all.
+      max_validation: so many are enough where the others stay in their files; 0: all.
 
     Raises:
       UserError: the files are unreadable, or contradict each other, or the loader cannot have them.

@@ -30,8 +30,7 @@ def library():
 
 
 def read_square(source: Path | bytes, name: str, image_size: int) -> UInt8[np.ndarray, "S S 3"]:
-    """Return the square in the middle of a picture. Arguments and errors are those of
-    `read_picture`."""
+    """Return the square in the middle of a picture. Else as `read_picture`."""
     return fit_picture(read_picture(source, name, STORED), (image_size, image_size))
 
 
@@ -44,8 +43,7 @@ def together(found: Iterable[np.ndarray], count: int, image_size: int) -> np.nda
 
 
 def list_folders(path: Path, limit: int) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
-    """Return names of pictures below `path` in random order, labels, and class names in
-    alphabetical order."""
+    """Return names of pictures below `path` in random order, labels, and class names in order."""
     classes = sorted(p for p in path.iterdir() if p.is_dir() and not ordinary.is_hidden(p.name))
     files = [f.relative_to(path) for f in sorted(picture_files(classes))]
     if not files:
@@ -74,8 +72,7 @@ def moved(
 
 @dataclass(frozen=True, eq=False)
 class InFiles:
-    """Pictures that stay in their files: indexed like uint8 [N, S, S, 3], by arrays of rows, which
-    are decoded then.
+    """Pictures that stay in their files: indexed like uint8 [N, S, S, 3], and decoded then.
 
     names: of the files below `root`.
     moves: int [pictures, copies], none without copies. After the pictures come their copies, each

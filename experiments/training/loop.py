@@ -104,8 +104,7 @@ class StageFolder(contextlib.AbstractContextManager):
         """Return the newest sound checkpoint and its steps; None and 0 without checkpoints.
         `UserError` if all checkpoints are damaged; they stay.
 
-        like: a state, or shapes with the shardings of its arrays: the run may have begun on other
-          devices.
+        like: a state, or shapes with the shardings of its arrays: they may be other devices.
 
         Damaged checkpoints that are newer are removed and reported.
         """

@@ -163,8 +163,7 @@ class TrainingStage:
 
     @cached_property
     def _ahead(self) -> Ahead | None:
-        """The steps' pictures where these stay in their files. A process reads what its devices
-        take."""
+        """The steps' pictures that stay in their files. A process reads what its devices take."""
         if not isinstance(self.data.train, InFiles):
             return None
         own = None

@@ -263,8 +263,7 @@ class SafeTensor:
 
 def read_safetensors(path: Path) -> dict[str, SafeTensor]:
     """Open a file and return {name: tensor}; values are not read yet. `UserError` if the file is
-    damaged, or has a type that no weights have; `MissingExtra` without the package
-    `safetensors`."""
+    damaged, or has a type that no weights have; `MissingExtra` without `safetensors`."""
     found = {}
     with _opened(path) as file:
         for name in file.keys():  # noqa: SIM118

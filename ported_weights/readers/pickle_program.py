@@ -87,9 +87,8 @@ class PickleProgram:
         self.length = 0  # bytes of the pickle that was run
 
     def run(self, data: bytes):
-        """Return the object that the pickle describes. `UserError` if the pickle is damaged, names
-        something that is not allowed, or has an operation that weights never need, or too many
-        operations."""
+        """Return the object that the pickle describes. `UserError` if it is damaged, names
+        something that is not allowed, or has operations that weights never need, or too many."""
         try:
             operations = pickletools.genops(io.BytesIO(data))
             for operation, argument, place in itertools.islice(operations, MAX_OPERATIONS):

@@ -96,8 +96,7 @@ def open_source(
       key: where in the file the state dict is, such as `ema` or `trainer/var_wo_ddp`.
 
     Raises:
-      UserError: the file is missing, damaged or unsafe, holds no weights, or holds several state
-        dicts that fit.
+      UserError: the file is missing, damaged or unsafe, or holds no weights, or several that fit.
     """
     path = Path(path)
     if not path.exists():

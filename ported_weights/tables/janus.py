@@ -1,6 +1,5 @@
 """Rules for the tensors of Janus-Pro: `varjax.models.janus.Janus`. Its image tokenizer is
-LlamaGen's (`ported_weights.tables.llamagen.tokenizer_rules`), in the same files under `codec` of
-`Names`.
+LlamaGen's (`llamagen.tokenizer_rules`), in the same files under `codec` of `Names`.
 
 Janus-Pro reads pictures with one network and draws them with another. Only what draws is taken.
 """

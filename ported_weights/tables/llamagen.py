@@ -1,5 +1,4 @@
-"""Rules for the tensors of LlamaGen: `varjax.models.llamagen.LlamaGen` and its image tokenizer,
-`varjax.codecs.vq.VQ`.
+"""Rules for the tensors of LlamaGen: `varjax.models.llamagen.LlamaGen` and `varjax.codecs.vq.VQ`.
 
 In the transformer, layers are stacked: `layers.N.` is index N on the leading axis. The published
 tokenizer numbers its blocks in the order in which they run. Ours are numbered by size, the finest

@@ -1,5 +1,4 @@
-"""Register of the parts that can be converted: the rule table of each, and defaults of custom
-models."""
+"""Register of the parts that can be converted: rule tables, and defaults of custom models."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,8 +30,7 @@ class RuleTable:
         asks for one; None: types stay.
       ignored: what the ignored tensors are, in words. They are then counted; otherwise listed.
       needed: function (names in the file) that returns (name, what it belongs to) of tensors
-        without which the weights do not draw pictures, but do something else, as those of a model
-        that only reads.
+        without which the weights draw no pictures, as those of a model that only reads.
     """
 
     what: str

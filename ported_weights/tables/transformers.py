@@ -165,7 +165,6 @@ def t5_rules(names: Collection[str] = EMBEDDINGS) -> list[Take | Ignore]:
 
 
 def t5_storage_dtype(tensors: Mapping) -> str:
-    """Choose bfloat16 if all weights are bfloat16, else float32: products of T5 can overflow in
-    float16."""
+    """Choose bfloat16 if all weights are bfloat16, else float32: float16 may overflow."""
     own = [t for name, t in tensors.items() if name.startswith(("encoder.", "shared."))]
     return "bfloat16" if {np.dtype(t.dtype).name for t in own} == {"bfloat16"} else "float32"

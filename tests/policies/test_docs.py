@@ -150,7 +150,7 @@ def section(title: str) -> str:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_is_in_the_table(name):
-    row = f"| `{name}` | {POLICIES[name].summary} | what it looks at | contents |"
+    row = f"| `{name}` | what it looks at |"
     assert f"\n| `{name}` | " in section("All of them"), (
         f"docs/reference/policies.md, section 'All of them', has no row for it; for example:\n{row}"
     )

@@ -67,8 +67,7 @@ class Calibration:
 
     def check(self, geometry: Geometry) -> None:
         """Raises `UserError` if this was measured on a model of another shape or schedule, or holds
-        what no measurement gives: arrays of other things than numbers from 0 to `LARGEST`, or
-        nothing but zeros."""
+        what no measurement gives: not numbers from 0 to `LARGEST`, or nothing but zeros."""
         for name in ("schedule", "num_layers", "num_heads"):
             made_for, wanted = getattr(self, name), getattr(geometry, name)
             wanted = order_of(geometry) if name == "schedule" else wanted

@@ -132,8 +132,7 @@ def model_digest(metadata: dict) -> str:
 def save(calibration: Calibration, path: str | os.PathLike) -> None:
     """Writes our calibration file: a JSON object with arrays as nested lists of 7 digits.
 
-    Unknown entries are left out. Under "derived" the file holds what follows from beta, for other
-    readers.
+    Unknown entries are left out. "derived" is what follows from beta, for other readers.
     """
     content = {"format_version": FORMAT_VERSION}
     names = (f.name for f in dataclasses.fields(calibration))

@@ -268,8 +268,7 @@ class ImageCodec(nnx.Module):
 
 
 def _run(modules: tuple[nnx.Module | None, ...], x, dtype) -> Float[Array, "..."]:
-    """Applies those modules that there are, one after the other in `dtype`; the result is
-    float32."""
+    """Applies those modules that there are, in turn, in `dtype`; the result is float32."""
     arrays = arithmetic.arrays(dtype)
     x = x.astype(arrays)
     with arithmetic.products(dtype):

@@ -126,8 +126,7 @@ class BSQVAE(ImageCodec):
     # --- what generation asks of a codec ---
 
     def codes(self, bits: UInt8[Array, "B T C"]) -> Float[Array, "B T C"]:
-        """Code vectors of drawn bits. A token that stands for several codes has all their
-        values."""
+        """Code vectors of drawn bits; a token of several codes has all their values."""
         return codes(bits, self.config.codebook_dim)
 
     def accumulate(

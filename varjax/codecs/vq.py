@@ -95,8 +95,7 @@ class VQ(ImageCodec):
         return l2_normalize(codes) if self.config.l2_norm else codes
 
     def nearest(self, z: Float[Array, "... C"]) -> Int[Array, "..."]:
-        """Index of the nearest code: the one of smallest distance, with `l2_norm` between unit
-        vectors."""
+        """Index of the nearest code, with `l2_norm` between unit vectors."""
         return nearest(z, self.embedding[...], by_angle=self.config.l2_norm)
 
     # --- what generation asks of a codec ---

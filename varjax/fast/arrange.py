@@ -41,8 +41,7 @@ class Turned(Matrix):
         axis: str | None = None,
         activation: Activation | None = None,
     ) -> Float[Array, "... D_out"]:
-        """`x @ matrix`, with the matrix as the left operand. dtype: of the result; None: its
-        own."""
+        """`x @ matrix`, with the matrix on the left. dtype: of the result; None: its own."""
         x = activation(x) if activation else x
         flat = x.reshape(-1, x.shape[-1])
         found = jax.lax.dot_general(self.array, flat, (((1,), (1,)), ((), ())))

@@ -115,9 +115,8 @@ class Quantized(Matrix):
         return jnp.moveaxis(found, -2, 0)
 
     def sums(self, x: Rows8) -> Sums:
-        """The product of rows that are in 8 bits already, with its scales still to come. The sums
-        are rounded to the type of the rows; those of int8 are int32. `NotImplementedError`: as in
-        `product`."""
+        """The product of rows that are in 8 bits already, with its scales still to come. Sums have
+        the type of the rows; those of int8 are int32. `NotImplementedError`: as in `product`."""
         found = self._multiply(x.numbers.reshape(-1, x.shape[-1]), x.dtype)
         if found.dtype != jnp.int32:
             found = found.astype(x.dtype)
@@ -176,8 +175,7 @@ def quantize(matrix: Leaf, scheme: Scheme = SCHEMES[INT8], dtype=None) -> Quanti
     """A matrix, or those of all layers, in 8 bits: layer by layer and on the host, so that neither
     a device nor the host ever holds all of them in float32 as well. Those in a file stay there.
 
-    dtype: of the matrix that it stands for; None: the matrix's own. Shapes stay shapes, arrays
-    become NumPy arrays.
+    dtype: of the matrix that it stands for; None: the matrix's own. Shapes stay shapes.
     """
     *layers, _, d_out = matrix.shape
     kind, shape = jnp.dtype(dtype or matrix.dtype), schemes.shape_of_numbers(matrix.shape, scheme)

@@ -43,8 +43,7 @@ class Build:
 
     segments: how the scale loop is cut (`varjax.core.segments`); results do not depend on it.
     layers: "scan" or "unroll"; "auto" takes what is faster here (`arrange_layers`) and fits
-      (`memory.layers_that_fit`). The weights of the model are arranged accordingly: it can go on to
-      be used.
+      (`memory.layers_that_fit`). The model's weights are arranged accordingly.
     attention: implementation of the kernels; None takes what the platform has.
     matmul_precision: "default" or "highest", of float32 products.
     keep_logits: also return guided logits.
@@ -88,8 +87,7 @@ class Build:
         return Decoding(self.decode_dtype, self.decode_batch)
 
     def here(self) -> "Build":
-        """This build with the arithmetic of pixels that this machine has. `UserError` if it has not
-        what was asked for."""
+        """This build with the arithmetic of pixels here. `UserError` without what was asked for."""
         if self.attention and (reason := implementations.why_not_here(self.attention)):
             stepwise = implementations.step_by_step(self.attention)
             ways = ", ".join(filter(None, ("reference", stepwise)))

@@ -1,5 +1,4 @@
-"""Both programs of a batch, compiled for the device that is there, and the weights as they take
-them."""
+"""Both programs of a batch, compiled for the device that is there, and their weights."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -142,8 +141,7 @@ class Program:
     def draw(
         self, weights: Weights, state: State, arguments: tuple, *, keep_cache: bool
     ) -> tuple[dict[str, Array], PyTree]:
-        """The results of a batch, pixels included, and its cache if it is kept. They are not
-        waited for."""
+        """The results of a batch, pixels included, and its cache if it is kept, not waited for."""
         arrays = weights.arrays()
         results, state = self.codes(arrays, state, *arguments)
         if not keep_cache:

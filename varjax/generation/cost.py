@@ -43,8 +43,7 @@ class PallasWork:
 class Cost:
     """Operations and bytes of a program.
 
-    flops: operations of matrix products and convolutions, two for a multiply-add. Nothing else is
-      counted.
+    flops: operations of matrix products and convolutions, two for a multiply-add.
     flops_8_bits: those of them whose operands are both in 8 bits.
     scanned_bytes: bytes of the slices that scans take from their inputs, one slice per iteration:
       stacked weights and tables.
@@ -78,8 +77,7 @@ def program_cost(jaxpr: AnyJaxpr) -> Cost:
 def times_read(jaxpr: AnyJaxpr) -> list[int]:
     """The number of times that a program reads each of its inputs: once for every equation that
     takes it, and for every output that it is. A scan that takes it reads it as often as it runs,
-    times the runs of the scans within. `jax.jit` leaves those that nothing reads out of the
-    program."""
+    times the runs of the scans within. `jax.jit` leaves out those that nothing reads."""
     # Variables are told apart by identity. Constants in equations are no variables of the jaxpr, so
     # they match none of its inputs.
     inner = open_jaxpr(jaxpr)
@@ -99,8 +97,7 @@ def times_read(jaxpr: AnyJaxpr) -> list[int]:
 
 
 def _scans_that_read(jaxpr: AnyJaxpr) -> list[int]:
-    """For each input of a scan's body, how often scans within it read the whole input; 1 if none
-    takes it whole."""
+    """For each input of a scan's body, how often scans within it read it whole; 1 if none does."""
     inner, times = open_jaxpr(jaxpr), Counter()
     for equation in inner.eqns:
         if equation.primitive.name == "scan":
@@ -174,8 +171,7 @@ def device_bytes(leaf) -> int:
 
 
 def _inner(values: Iterable) -> Iterable:
-    """Finds the jaxprs among the parameters of an equation (calls, custom derivatives,
-    `shard_map`)."""
+    """Finds the jaxprs among the parameters of an equation."""
     for value in values:
         for item in value if isinstance(value, tuple | list) else (value,):
             if hasattr(open_jaxpr(item), "eqns"):

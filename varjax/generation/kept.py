@@ -67,8 +67,7 @@ def num_bytes(plan: CachePlan) -> int:
 
 
 def of_batch(plan: CachePlan, contents: PyTree, count: int) -> Bool[np.ndarray, "B K L N T"]:
-    """The patterns of the first `count` images of a batch, of their conditional rows. Arguments: as
-    of `of_image`."""
+    """The patterns of the first `count` images of a batch, conditional rows. Else as `of_image`."""
     if plan.static_content:
         one = of_image(plan, None)
         return np.broadcast_to(one, (count, *one.shape))

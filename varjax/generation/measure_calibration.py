@@ -188,8 +188,7 @@ class ProbeRule(ScaleRule):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationProbe(Policy):
-    """The full cache, and what `ProbeRule` records. Not registered: `experiments.calibrate` runs
-    it."""
+    """The full cache, and what `ProbeRule` records. It is not registered."""
 
     name = "probe"
     rules = (ProbeRule,)

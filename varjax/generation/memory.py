@@ -1,5 +1,4 @@
-"""Predicted and available memory, so that a batch that cannot fit is refused before anything is
-compiled."""
+"""Predicted and available memory, so that a batch that cannot fit is refused at once."""
 
 import bisect
 import os

@@ -85,8 +85,7 @@ def compiler_options(
     But libraries take matrices in the type of the product only, and so would make a copy of every
     int8 matrix in each call; Triton's products convert as they read. Where activations are in 8
     bits, too, libraries multiply both operands as they are. XLA tries `TRIED` of the library's
-    algorithms for each product, those that the library thinks best, in place of up to 128. Profiles
-    show graphs as they run.
+    algorithms for each product, those that the library thinks best, in place of up to 128.
     CPU: products, convolutions and sums by Eigen in place of YNNPACK, 10 to 30 % faster for whole
     scales and pictures (docs/lab/cpu.md). With the few rows of a token YNNPACK is faster.
 
@@ -116,8 +115,7 @@ def explained(doing: str, attention: str | None) -> Iterator[None]:
     """Explains errors of the device while `doing` something: `OutOfMemory` if its memory does not
     suffice. `NotImplementedError`, of a kernel that cannot take the shapes, is passed on as it is;
     any other one is a mistake of ours or of a compiler, and gets a note that says how to do without
-    kernels. attention: the implementation of the kernels that the program has; None: the best
-    here."""
+    kernels. attention: the implementation of its kernels; None: the best here."""
     try:
         yield
     except (UserError, NotImplementedError):

@@ -74,8 +74,7 @@ class Progress:
         return now
 
     def note(self, message: str) -> None:
-        """Print one line outside the count, for example that a compilation started, in the first
-        process."""
+        """Print one line outside the count, in the first process."""
         if hosts.is_first():
             print(message, file=self.stream, flush=True)
 

@@ -33,8 +33,7 @@ _unchecked = partial(jax.shard_map, check_vma=False)
 
 @dataclass(frozen=True, eq=False)
 class ShardedProgram:
-    """The program that draws codes (`varjax.core.decode`, which every device runs on its share),
-    for a mesh.
+    """The program that draws codes (`varjax.core.decode`, run by every device on its share).
 
     tree: the structure of the networks.
     specs: `PartitionSpec`s of the arguments (weights, state, condition, keys, inputs).

@@ -79,8 +79,7 @@ class JanusConfig(LlamaConfig):
     @classmethod
     def from_published(cls, given: Mapping) -> "JanusConfig":
         """Reads config.json. `pad_id`, `grid` and `prompt_tokens` are our own names there.
-        `UserError`: unknown names, values of the wrong type, sections that contradict each
-        other."""
+        `UserError`: unknown names, wrong types, sections that contradict each other."""
         own = {n: given[n] for n in OWN if n in given}
         known = ("language_config", *SECTIONS, *OWN)
         for name in given:

@@ -151,8 +151,7 @@ class LlamaGenConfig(DecoderConfig):
         return sampling
 
     def is_guided(self, sampling: Sampling) -> bool:
-        """Whether there are unconditional rows: the published code has them where cfg is above
-        1."""
+        """Whether there are unconditional rows: they are there where cfg is above 1."""
         return sampling.per_scale("cfg", 1)[0] > 1
 
 
@@ -207,8 +206,7 @@ class LlamaGen(LlamaDecoder):
 
     def encode_condition(self, condition, *, guided: bool) -> dict[str, Array]:
         """The unconditional rows have the null class. With texts they have the negative text, or
-        without one the learned unconditional text with as many visible tokens as the image's own
-        text."""
+        without one the learned unconditional text with as many visible tokens as the image's."""
         if self.config.condition == "labels":
             labels = condition
             if guided:

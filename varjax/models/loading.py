@@ -116,8 +116,7 @@ def load(
 
 
 def computed_in(dtype: str | None, weights_dtype: str | None) -> str | None:
-    """The type that activations have; None: the usual one. Weights that are not in 8 bits are
-    stored in it.
+    """The type that activations have; None: the usual one; weights not in 8 bits are stored in it.
 
     `UserError`: two types are given that contradict each other, or no such type.
     """

@@ -85,8 +85,7 @@ class Model:
 
     @property
     def weights_dtype(self) -> str:
-        """The storage of the matrices of the transformer's layers: one of `SCHEMES`, or in the type
-        of products."""
+        """The storage of the matrices of the transformer's layers: one of `SCHEMES`, or a type."""
         kernel = self.transformer.head.kernel.get_value()
         return kernel.scheme.name if quantized.is_one(kernel) else str(self.dtype)
 
@@ -143,8 +142,7 @@ class Model:
         """The model's sizes for a cache under this sampling: without guidance there are no
         unconditional rows.
 
-        one_slot: as in `Transformer.sequence`. A plan for the other geometry runs, too, and draws
-          the same.
+        one_slot: as in `Transformer.sequence`. A plan for the other geometry draws the same.
         """
         config = self.config
         return Geometry(
@@ -171,8 +169,7 @@ class Model:
                 )
 
     def with_config(self, config: TransformerConfig) -> "Model":
-        """This model under another configuration of the transformer. Weights are shared, not
-        copied."""
+        """This model under another configuration of the transformer. Weights are shared."""
         if config == self.config:
             return self
         transformer = nnx.merge(*nnx.split(self.transformer))

@@ -1,5 +1,4 @@
-"""VAR: class-conditional next-scale prediction (Tian et al. 2024, "Visual Autoregressive
-Modeling").
+"""VAR: class-conditional next-scale prediction (Tian et al. 2024).
 
 Letters: R rows, T tokens of a scale (padded), L layers (leading axis of stacked parameters), N
 heads, H head size, D width, V vocabulary, C latent channels. Names of the original implementation
@@ -34,8 +33,7 @@ SIDES_512 = (1, 2, 3, 4, 6, 9, 13, 18, 24, 32)
 
 @dataclass(frozen=True, kw_only=True)
 class VARConfig(published.TransformerConfig):
-    """Shape of a VAR transformer; field names follow the published constructor, `schedule` replaces
-    `patch_nums`."""
+    """Shape of a VAR transformer; names as published, but `schedule` replaces `patch_nums`."""
 
     what = "VAR"
     ignored = frozenset(
@@ -179,8 +177,7 @@ class VAR(NextScaleTransformer):
         self, condition: Int[Array, " B"], *, guided: bool, implementation: str | None = None
     ) -> dict[str, Array]:
         """Condition of every row: `start` [R, t_0, D], `head` [R, 2, D] and `layers` [L, R, 6, D]
-        (gates, scales, shifts). The conditional rows have the labels, the unconditional rows the
-        null class."""
+        (gates, scales, shifts). The unconditional rows have the null class."""
         labels = condition
         if guided:
             labels = jnp.concatenate([labels, jnp.full_like(labels, self.config.null_label)])

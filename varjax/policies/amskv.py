@@ -221,8 +221,7 @@ class AMSKV(Policy):
         return found
 
     def select(self, obs: Observation):
-        """Condensed tokens are locked (`Sizes`), and stored ones stay before an oversize
-        scale."""
+        """Condensed tokens are locked, and stored ones stay before an oversize scale."""
         cmin, cmax, condensed, fill = obs.inputs
         demanding = False if obs.state is None else obs.state[:, None]
         capacity = jnp.minimum(jnp.where(demanding, cmax, cmin), obs.capacity)

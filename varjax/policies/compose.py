@@ -41,16 +41,14 @@ def choose_part(role: str, name: str) -> type[Policy]:
 
 
 def build(role: str, parts: dict[str, str]) -> Policy:
-    """The policy that has the role, with the arguments that `parts` gives it and its own default
-    budget."""
+    """The policy that has the role, with the arguments of `parts` and its own default budget."""
     own = f"{role}_"
     named = {n.removeprefix(own): v for n, v in parts.items() if n.startswith(own)}
     return get_policy(choose_part(role, parts[role]).name, arguments=named)
 
 
 class Composed(Rule):
-    """Base of the rules of a composition. default_parts: policies for the roles that the arguments
-    do not name."""
+    """Base of the rules of a composition. default_parts: policies for roles without one."""
 
     default_parts: ClassVar[dict[str, str]]
     policy: "Compose"

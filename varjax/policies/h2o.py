@@ -15,8 +15,7 @@ class H2O(StagedPolicy):
     """H2O (Zhang et al. 2023, "Heavy-Hitter Oracle").
 
     Idea: a few tokens collect most of the attention, at every step the same ones. So a head keeps
-    those that have collected most so far, and beside them the newest, which had no time to collect
-    anything.
+    those that have collected most so far, and the newest, which had no time to collect anything.
 
     After every scale, in each head that holds more than its capacity C = floor(budget * F):
     1. The newest floor(recent_share * C) tokens stay (newest in raster order).

@@ -87,8 +87,7 @@ class HeadKVScales(SinkScales):
         return per_layer(geometry, np.int32([allocation.protected, allocation.recent]))
 
     def regroup(self, obs: Observation):
-        """Regions 0..G-1 are global. Heads are ranked by need, the neediest first; ties: lower head
-        number first."""
+        """Regions 0..G-1 are global. Heads are ranked by need; ties: lower number first."""
         order = jnp.argsort(-self.tokens_needed(obs), axis=-1, stable=True)
         return jnp.argsort(order, axis=-1).astype(jnp.int32)
 

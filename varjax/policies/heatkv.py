@@ -24,8 +24,7 @@ class HeatKVScales(SinkScales):
         self, geometry: Geometry, calibration: Calibration | None
     ) -> tuple[np.ndarray, int]:
         """(int [S, T, 2], orders of (head, layer), or [1, T, 2] for whole heads; sink scales).
-        `UserError`: there is no calibration, it was measured on another model, or what it holds
-        does not fit the policy."""
+        `UserError`: there is no calibration, it is of another model, or does not fit the policy."""
         policy, own = self.policy, self.policy.sinks
         if calibration is None:
             raise UserError(

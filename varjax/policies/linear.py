@@ -1,5 +1,4 @@
-"""LineAR: after every line of the image, the middle drops the tokens that the line attended to
-least."""
+"""LineAR: after every line of the image, the middle drops what the line attended to least."""
 
 from dataclasses import dataclass
 

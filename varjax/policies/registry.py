@@ -44,16 +44,14 @@ def register(name: str) -> Callable[[type[Policy]], type[Policy]]:
 
 
 def names() -> list[str]:
-    """The names of all policies, in the order of tables; those of your own that are registered are
-    among them."""
+    """The names of all policies, in the order of tables; your own among them."""
     return list(POLICIES)
 
 
 def get_policy(
     name: str, budget: float | None = None, arguments: dict[str, str] | None = None
 ) -> Policy:
-    """Builds a registered policy from text arguments; unknown names and arguments raise `UserError`
-    with what exists."""
+    """Builds a registered policy from text arguments; `UserError` for unknown ones."""
     cls = POLICIES[choose("policy", name, POLICIES)]
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, Mapping) or not all(isinstance(n, str) for n in arguments):

@@ -66,8 +66,7 @@ class TableScales(ScaleRule):
 
 
 class TableTokens(ListedRule):
-    """A `table` on models that draw token by token: entries for stages, or for image tokens before
-    each stage."""
+    """A `table` on models that draw token by token: entries for stages, or image tokens."""
 
     policy: "Table"
 

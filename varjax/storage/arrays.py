@@ -176,8 +176,7 @@ def read_arrays(
 
     Args:
       folder: what `write_arrays` wrote.
-      expected: {name: leaf with a shape and a type}: what has to be there; floating types may
-        differ.
+      expected: {name: leaf with a shape and a type}: what has to be there; floating types vary.
       dtypes: {name: type, or None for the stored one} of the arrays to read. Floating ones are cast
         while they are read.
       described_in: name of the file that says what is expected, for messages.

@@ -134,8 +134,7 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 @contextlib.contextmanager
 def new_folder(path: str | os.PathLike, *, replaces: Written | None = None) -> Iterator[Path]:
     """An empty folder to fill, which becomes `path` on success and vanishes on any error.
-    `UserError`: see `check_new_folder`. `OSError`: no space is left, or something else goes wrong
-    in between.
+    `UserError`: see `check_new_folder`. `OSError`: no space is left.
 
     An old folder, which `replaces` must know (`check_new_folder`), stays in place until the new one
     is complete.

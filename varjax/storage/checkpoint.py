@@ -39,8 +39,7 @@ OWN_FOLDERS = ("text_encoder", "inception", "lpips", "classifier")
 
 
 def embedded(folder: str, file: str) -> Path:
-    """A folder of weights that come with varjax, found by a file in it. `UserError` if it is not
-    installed."""
+    """A folder of weights that come with varjax, found by a file in it. `UserError` without it."""
     spec = importlib.util.find_spec("ported_weights")
     for root in spec.submodule_search_locations or [] if spec else []:
         if (Path(root) / folder / file).is_file():

@@ -33,8 +33,7 @@ def own_files(folder: Path) -> list[str]:
 
 
 def record(file: Path) -> dict:
-    """Size and CRC-32 of a file. (Orbax itself would not notice all flipped bits: its chunks of
-    values carry no checksum.)"""
+    """Size and CRC-32 of a file. (Orbax's chunks of values carry no checksum.)"""
     size = value = 0
     with ordinary.opened(file) as stream:
         while data := stream.read(2**24):

@@ -32,8 +32,7 @@ class Part:
     own_folder: bool = False
 
     def read(self, published: Mapping) -> Configuration:
-        """Configuration from the published constructor's argument names; `UserError` for what is no
-        such thing."""
+        """Configuration from the published constructor's argument names; `UserError` for others."""
         if not isinstance(published, Mapping):
             raise UserError(
                 f"{self.name} configuration: expected names and values, got {published!r:.60}"
@@ -86,8 +85,7 @@ class Catalogue:
     """The families and parts that a reader of checkpoints knows.
 
     families: by name.
-    parts: those with a folder of their own, by the name of that folder. Some belong to a family,
-      others to none.
+    parts: those with a folder of their own, by the name of that folder. Some belong to no family.
     """
 
     families: dict[str, Family] = field(default_factory=dict)

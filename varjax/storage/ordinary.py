@@ -45,8 +45,7 @@ def read_file(path: str | os.PathLike, most: int) -> bytes:
 
 
 def check_folder(folder: str | os.PathLike) -> None:
-    """Raises `OSError` if something else than files and folders lies below a folder, which a
-    library will read."""
+    """Raises `OSError` if something else than files and folders lies below a folder."""
     for path in Path(folder).rglob("*"):
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise _other(path)

@@ -130,8 +130,7 @@ def size(source: str | os.PathLike | bytes, name: str) -> tuple[int, int]:
 
 
 def _of_bytes(picture):
-    """The picture; one of 16 bits per grey value has the upper 8 of them. pillow would cut them off
-    at 255."""
+    """The picture; of 16 bits per grey value the upper 8. pillow would cut them off at 255."""
     if not picture.mode.startswith("I"):
         return picture
     return pillow().fromarray((np.asarray(picture).astype(np.uint32) >> 8).astype(np.uint8))

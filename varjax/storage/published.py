@@ -141,8 +141,7 @@ class Configuration:
             raise self.wrong(f"{name} is {value!r:.60}, it must be {limit}")
 
     def check_multiple(self, name: str, value: int, of: int, words: str = "") -> None:
-        """Raises `UserError` unless a value is a multiple of another, which messages call
-        `words`."""
+        """Raises `UserError` unless a value is a multiple of another, called `words`."""
         if value % of:
             raise self.wrong(f"{name} {value} is not a multiple of {words}{of}")
 

@@ -174,8 +174,7 @@ def load(
     `unconditional` bool [P], `prompts` texts [P].
 
     text_channels, text_maxlen: width and most tokens that the model takes, if it is known.
-    `UserError` if there is no such file, it is damaged, or its arrays do not fit each other or the
-    model.
+    `UserError` if there is no such file, or its arrays do not fit each other or the model.
     """
     arrays = read_arrays("text features", path, ("kv", "lens"), _OPTIONAL)
     with about(f"text features {path}"):

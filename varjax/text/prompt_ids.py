@@ -64,8 +64,7 @@ class PromptIds(PromptCondition):
 
     @classmethod
     def of(cls, lists: Sequence[Sequence[int]], prompts: Sequence[str] | None = None) -> Self:
-        """One prompt per list of ids. `UserError` for anything else. prompts: the texts, where
-        known."""
+        """One prompt per list of ids. `UserError` for others. prompts: the texts, where known."""
         if isinstance(lists, (str, bytes)) or not hasattr(lists, "__len__") or not len(lists):
             raise arguments.wrong("prompt_ids", lists, IDS_WANTED)
         words, found = "give a list of token ids", []

@@ -57,8 +57,7 @@ class PromptTokenizer:
 
     @classmethod
     def of_checkpoint(cls, directory: str | os.PathLike | None, name: str) -> "PromptTokenizer":
-        """The tokenizer of a checkpoint's folder; None: the published model `name`, which has no
-        folder."""
+        """The tokenizer of a checkpoint's folder; None: published model `name`, without one."""
         if directory is None:
             raise UserError(
                 f"{name} is the name of a published model, which has no tokenizer here: convert it"

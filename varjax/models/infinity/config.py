@@ -47,8 +47,7 @@ FLATTEST, TALLEST = 0.25, 4.0  # height / width for which the nearest template s
 def resolve(aspect: float | str, size: str) -> dict:
     """The template nearest to `aspect` = height / width, at `size`, as fields of `InfinityConfig`:
     `schedule`, maps of transformer tokens, and `rope_map` (`rope_positions`), the template's last
-    map at 1M. `UserError` for an unknown size, and for an aspect that is no number or outside 0.25
-    to 4."""
+    map at 1M. `UserError` for an unknown size, and for an aspect outside 0.25 to 4."""
     try:  # a flag's text, or a number
         ratio = float(aspect) if isinstance(aspect, str) else real("aspect", aspect)
     except ValueError:  # a `UserError` is one
@@ -223,8 +222,7 @@ class InfinityConfig(published.TransformerConfig):
         return height * self.patch, width * self.patch, self.codebook_dim
 
     def condition_bytes(self, rows: int, item_size: int, text_tokens: int | None = None) -> int:
-        """Bytes that every layer holds of the condition while an image is drawn: modulation, keys
-        and values of the text."""
+        """Bytes that layers hold of the condition: modulation, keys and values of the text."""
         length = self.text_maxlen if text_tokens is None else text_tokens
         return self.depth * rows * (6 + 2 * length) * self.embed_dim * item_size
 

@@ -2,8 +2,7 @@
 --stage=classifier`: which class a picture looks like, and features to compare pictures by.
 
 It judges models of the classes that it knows. Distances of its features are no FID: they compare
-with nothing outside the data that it was trained on. Everything runs in float32 with full-precision
-products.
+with nothing outside the data that it was trained on. Everything runs in full float32.
 """
 
 from dataclasses import dataclass

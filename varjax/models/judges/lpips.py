@@ -1,5 +1,4 @@
-"""LPIPS: the perceptual distance of pairs of pictures (Zhang et al. 2018), version 0.1, on AlexNet
-or VGG16.
+"""LPIPS: the perceptual distance of pictures (Zhang et al. 2018), version 0.1, on AlexNet or VGG16.
 
 The activations of five layers are scaled to unit length over the channels. Squared differences are
 weighted per channel, averaged over positions and summed. Pictures keep their size. Everything runs

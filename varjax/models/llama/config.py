@@ -46,8 +46,7 @@ class DecoderConfig(published.TransformerConfig):
         return sampling
 
     def is_guided(self, sampling: Sampling) -> bool:
-        """Whether there are unconditional rows: with a strength of 1 the conditional row's logits
-        are taken as they are."""
+        """Whether there are unconditional rows: there are none with a strength of 1."""
         return sampling.per_scale("cfg", 1)[0] != 1
 
 
@@ -160,8 +159,7 @@ class LlamaConfig(DecoderConfig):
             )
 
     def with_prompt_tokens(self, count: int) -> Self:
-        """The configuration with so many slots for prompts. `UserError` if an image has no room
-        beside them."""
+        """The configuration with so many slots for prompts. `UserError` if they leave no room."""
         return replace(self, prompt_tokens=integer("prompt_tokens", count, 1, LONGEST_PROMPT))
 
     def check_prompt(self, ids: Sequence[int]) -> None:

@@ -45,8 +45,7 @@ class HeadNorm(nnx.Module):
     def __call__(
         self, x: Float[Array, "R T N H"], heads: int, axis: str | None
     ) -> Float[Array, "R T N H"]:
-        """Normalised heads, float32. heads: of all devices along `axis` of the mesh, where N are
-        those of this device."""
+        """Normalised heads, float32. heads: of all devices along `axis`, N those of this one."""
         *_, own, size = x.shape
         each = heads // self.scale[...].shape[0]
         # Two dimensions: XLA tries every tiling of a norm for GPUs, and with four or five of them
@@ -176,8 +175,7 @@ class Llama(LlamaDecoder):
     """Base of language models that draw images, whose `config` is a `LlamaConfig`.
 
     The condition is prompts as token ids: `ids` int32 [B, M], padded on the left, and `length`
-    int32 [B]. Positions count from the first token of a row's own prompt, so that padding changes
-    nothing.
+    int32 [B]. Positions count from a row's own first token, so that padding changes nothing.
     """
 
     halves = True
