@@ -70,7 +70,7 @@ def test_it_keeps_99_percent_of_the_optimum(name, budget):
     gain, source = np.moveaxis(calibration.beta, 2, 0)[..., :-1], np.arange(schedule.num_scales - 1)
     size, limit = np.array(schedule.tokens[:-1]), int(budget * model.geometry.dense_tokens)
     last = best_last_uses(gain, source, size, limit)
-    assert worth(gain, last, source) >= 0.995 * optimum(gain, source, size, limit)
+    assert worth(gain, last, source) >= 0.99 * optimum(gain, source, size, limit)
     assert after_each_store(held(last, source, size, schedule.num_scales)).max() <= limit
 
 

@@ -65,7 +65,7 @@ class Knapsack(Policy):
     3. Budget: after every layer of every scale all heads of all layers together hold at most
        b * F * L * N tokens.
     4. The last uses of greatest worth within the budget, by prices for each (scale, layer) and a
-       search (`varjax.policies.last_uses`): at least 99.5 % of the optimum of an integer programme
+       search (`varjax.policies.last_uses`): at least 99 % of the optimum of an integer programme
        on the embedded models, from 5 % on.
 
     Needs a calibration that holds beta.
