@@ -69,8 +69,8 @@ BUDGETS = FLAGS.string("budgets", "0.05,0.1,0.2", "Fractions of the full cache, 
 CONDITION = ConditionFlags(FLAGS, samples=176)
 STEPS = FLAGS.integer(
     "steps",
-    12,
-    "Steps for each budget, of half of the images in whole batches.",
+    16,
+    "Steps for each budget, of a third of the images in whole batches.",
     lower_bound=1,
     upper_bound=10**4,
 )
@@ -219,7 +219,7 @@ def main(argv: list[str]) -> None:
     }
     digest = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()
     period = even_period(geometry, PERIOD.value)
-    images = size * -(-len(condition) // (2 * size))  # whole batches, at least half of all
+    images = size * max(1, len(condition) // (3 * size))
     settings = [
         LearnerSettings(b, STEPS.value, images, size, seed, digest, period) for b in budgets
     ]

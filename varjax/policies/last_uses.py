@@ -26,7 +26,7 @@ SAMPLE, LAST_STEPS = 20_000, 12  # items in the sample; steps with all items
 SLICE, AT_ONCE = 2**17, 4096  # items, and later last uses of them, that are handled at once
 # Of few items, one decides much: how often some are dropped, what share of them, and how far prices
 # of rows move then (standard deviation of their logarithms).
-FEW, ROUNDS, DROPPED, MOVED = 300, 400, 0.2, 0.6
+FEW, ROUNDS, DROPPED, MOVED = 300, 100, 0.2, 0.6
 
 
 def best_last_uses(
