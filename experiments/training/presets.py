@@ -1,13 +1,10 @@
 """Presets of `experiments.train`: settings that follow from the number of pictures and the device,
 and from nothing else, so that a run is resumed by its own command."""
 
-from dataclasses import fields
 from typing import NamedTuple
 
-from experiments.training.settings import FAMILIES, TrainingSettings
+from experiments.training.settings import FAMILIES
 from varjax.core.errors import UserError, choose
-
-ONLY = {f.name: f.metadata["family"] for f in fields(TrainingSettings)}
 
 
 class Preset(NamedTuple):
@@ -15,43 +12,46 @@ class Preset(NamedTuple):
 
     steps: {stage: (fewest steps, passes over all pictures, most steps)}.
     every: steps from one checkpoint, validation and sheet to the next.
-    values: further settings. Those of the other family are left out.
+    both, var: further settings, of both families and of VAR.
     """
 
     least: int
     steps: dict[str, tuple[int, int, int]]
     every: int
-    values: dict
+    both: dict
+    var: dict
 
 
 PRESETS = {
     # for CPUs: what it takes is in docs/lab/training.md
     "tiny": Preset(
         least=20,
-        steps={"vqvae": (400, 48, 1200), "var": (400, 48, 1200)},
-        values={
+        steps={"vqvae": (400, 32, 1200), "var": (400, 32, 1200)},
+        both={
             **{"ch": 32, "num_res_blocks": 1, "vqvae_batch_size": 16, "vqvae_lr": 1e-3},
             **{"autoencoder_steps": 80, "reseed_every": 40, "depth": 4, "var_batch_size": 16},
-            **{"log_every": 10, "vocab_size": 512, "norm_groups": 8, "shifts": 0},
+            **{"log_every": 10, "vocab_size": 512, "shifts": 0},
         },
+        var={"ch": 16, "ch_mult": (1, 2, 4, 4), "norm_groups": 8},
         every=100,
     ),
     "small": Preset(
         least=1000,
         steps={"vqvae": (2000, 4, 6000), "var": (2000, 8, 6000)},
-        values={"shifts": 4, "vqvae_batch_size": 16, "var_batch_size": 32},
+        both={"shifts": 4, "vqvae_batch_size": 16, "var_batch_size": 32},
+        var={},
         every=200,
     ),
     "base": Preset(
         least=10_000,
         steps={"vqvae": (10_000, 20, 60_000), "var": (10_000, 40, 60_000)},
-        values={
+        both={
             **{"image_size": 128, "ch": 128, "ch_mult": (1, 1, 2, 2), "vocab_size": 4096},
             **{"vqvae_batch_size": 64, "vqvae_lr": 3e-4, "autoencoder_steps": 1000},
             **{"depth": 8, "width": 512, "heads": 8, "var_batch_size": 128, "var_lr": 5e-4},
             **{"reseed_every": 200, "shifts": 0},
-            "patch_nums": (1, 2, 3, 4, 5, 6, 8, 10, 13, 16),
         },
+        var={"patch_nums": (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)},
         every=1000,
     ),
 }
@@ -70,8 +70,8 @@ def preset(name: str, family: str, pictures: int, platform: str) -> dict:
             f"preset={name} is for {chosen.least} pictures or more, and there are {pictures}:"
             f" {advice}"
         )
-    values = {n: v for n, v in chosen.values.items() if ONLY[n] in (None, family)}
-    found = FAMILIES[choose("model family", family, FAMILIES)] | values
+    found = FAMILIES[choose("model family", family, FAMILIES)] | chosen.both
+    found |= chosen.var if family == "var" else {}
     found |= dict.fromkeys(("checkpoint_every", "validate_every", "sample_every"), chosen.every)
     for stage, (fewest, passes, most) in chosen.steps.items():
         steps = passes * pictures // found[f"{stage}_batch_size"]
