@@ -83,11 +83,11 @@ def test_a_preset_comes_after_flags(pictures, tmp_path, seen, capsys):
     assert _run(*flags, "--settings=depth=2,var_steps=500") == 0 and _run(*flags) == 0
     assert [(s.depth, s.var_steps, s.vqvae_steps, s.ch) for s, *_ in seen] == [
         (2, 500, 400, 16),
-        (4, 400, 400, 16),
+        (4, 300, 400, 16),
     ]
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("preset=tiny for 64 pictures on cpu: ch=16,") and len(said) == 2
-    assert "var_steps=500" not in said[0] and "var_steps=400" in said[1]
+    assert "var_steps=500" not in said[0] and "var_steps=300" in said[1]
 
 
 def test_init_has_defaults_of_its_own(pictures, tmp_path, seen, capsys):
