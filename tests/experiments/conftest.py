@@ -1,6 +1,7 @@
 """Calling commands as a user does, but inside the test process (importing JAX anew takes
 seconds)."""
 
+import functools
 import importlib
 import sys
 
@@ -11,14 +12,20 @@ from experiments.cli import command_line
 from pallas_kernels import chips
 from tests import models_under_test as models
 from tests.experiments import made_up_sweep
+from varjax.generation import compiled
 from varjax.generation.generator import Generator
+
+# JAX finds the program of an equal generator again: no command has to trace it anew.
+traced_once = functools.cache(compiled.flat)
 
 
 @pytest.fixture
 def call(capsys, monkeypatch):
     """call("run", "--flag=..."): (exit status, standard output, standard error) of `python -m
-    experiments.run --flag=...`. The cache of compiled programs stays the tests' own."""
+    experiments.run --flag=...`. The cache of compiled programs stays the tests' own, and equal
+    programs are traced once: a test that changes what is traced has to `setattr` the other `flat`."""
     monkeypatch.setattr("varjax.generation.compilation_cache.use", lambda: None)
+    monkeypatch.setattr(compiled, "flat", traced_once)
 
     def invoke(verb, *flags):
         package = importlib.import_module(f"experiments.{verb}")

@@ -24,6 +24,7 @@ PROGRAM = {
 def test_rows_are_whole(call, tmp_path, monkeypatch):
     """Two tasks are drawn; the time is up before the third."""
     path = tmp_path / "chip.jsonl"
+    monkeypatch.setattr(jax, "clear_caches", lambda: None)  # other tests go on with theirs
     drawn_before_the_end(monkeypatch, 2)
     names = ",".join([*NAMES, "infinity-2b-b64"])
     flags = f"--draw={names}", "--repeats=2", "--minutes=1", f"--json={path}"
@@ -83,6 +84,7 @@ def test_a_task_that_fails_leaves_a_row(call, monkeypatch, tmp_path):
         return {"finite": False, "compile_seconds": 1.0, "compilation_cache": "off", **programs}
 
     monkeypatch.setattr(draw, "drawn", faulty)
+    monkeypatch.setattr(jax, "clear_caches", lambda: None)
     path = tmp_path / "a.jsonl"
     status, out, err = call("bench", "--draw=var-d30-b1,llamagen-xl-b1", f"--json={path}")
     assert status == 1 and "var-d30-b1: RuntimeError: no such instruction" in out

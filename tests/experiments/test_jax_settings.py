@@ -11,6 +11,7 @@ from tests import models_under_test as models
 from tests.often import often
 from varjax import Generator, UserError, jax_settings
 from varjax.core.sampling import Sampling
+from varjax.generation import compiled
 
 OTHERS = {
     "jax_enable_x64": True,
@@ -51,12 +52,16 @@ def without_flags(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
 
 
+FLAT = compiled.flat
+
+
 @pytest.fixture
-def drawn(call, checkpoint, tmp_path):
-    """Draws by `experiments.run`: (pictures, report)."""
+def drawn(call, checkpoint, tmp_path, monkeypatch):
+    """Draws by `experiments.run`, whose programs are traced anew: (pictures, report)."""
+    monkeypatch.setattr(compiled, "flat", FLAT)
 
     def draw(folder: str):
-        flags = ("--policy=headkv", "--budget=0.5", "--labels=3,7", "--top_p=0.9")
+        flags = ("--policy=headkv", "--budget=0.5", "--labels=3,7", "--top_p=0.9", "--segments=1")
         status, _, err = call("run", checkpoint, *flags, f"--out={tmp_path / folder}")
         assert status == 0, err
         report = json.loads((tmp_path / folder / "report.json").read_text())

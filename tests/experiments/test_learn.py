@@ -21,7 +21,7 @@ from varjax.core.planner import plan_cache
 from varjax.models.loading import load
 from varjax.policies import Learned
 
-BUDGETS, STEPS = "0.1,0.3", 8
+BUDGETS, STEPS = "0.1,0.3", 4
 SMALL = ("--num_samples=8", f"--steps={STEPS}", "--batch_size=4", f"--budgets={BUDGETS}")
 
 
@@ -117,7 +117,7 @@ def test_a_full_disk_leaves_nothing_half_written(call, folder, tmp_path, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     out = tmp_path / "learned.npz"
-    small = (*SMALL[:-1], "--budgets=0.3", "--steps=8")
+    small = (*SMALL[:-1], "--budgets=0.3", "--steps=1")
     with monkeypatch.context() as patch:
         patch.setattr(np, "savez_compressed", full)
         status, _, err = call("learn", f"--checkpoint={folder}", *small, f"--out={out}")

@@ -21,7 +21,8 @@ NAMES = ("c_k5_nol2norm", "llamagen_c2i")
 
 @functools.cache
 def generator(name: str) -> varjax.Generator:
-    build = varjax.Build(decode_dtype="float32")
+    segments = 1 if name == NAMES[0] else "auto"
+    build = varjax.Build(decode_dtype="float32", segments=segments)
     return varjax.Generator(models.fixture_model(name), "h2o", 0.6, batch_size=2, build=build)
 
 

@@ -40,7 +40,7 @@ def greedy(arrays: dict) -> Sampling:
 @pytest.mark.parametrize(
     ("file", "one_slot"),
     [
-        ("gpt_c2i_gen", True),
+        pytest.param("gpt_c2i_gen", True, marks=pytest.mark.slow),
         ("gpt_c2i_gen_interval", True),
         ("gpt_t2i_gen", False),
         pytest.param("gpt_t2i_gen", True, marks=pytest.mark.slow),

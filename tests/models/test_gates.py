@@ -9,6 +9,7 @@ import pytest
 
 from experiments.evaluation.metrics import image_kl
 from tests import models_under_test as models
+from tests.often import often
 from varjax.core.sampling import Sampling
 from varjax.models import teacher_forcing
 from varjax.models.teacher_forcing import Gates
@@ -71,7 +72,7 @@ def table_of(model, kept):
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", often([models.FAMILIES["var"], models.GROUPS], CASES))
 def test_gates_of_one_are_the_full_cache(case):
     model, sampling, full = drawn(case)
     plain = forced(model, sampling, full["tokens"])
@@ -81,7 +82,7 @@ def test_gates_of_one_are_the_full_cache(case):
     np.testing.assert_allclose(ones, full["logits"], atol=1e-4)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", often([models.FAMILIES["var"], "inside", *TOKENS[::2]], CASES))
 def test_a_table_by_gates_is_the_engine(case, tmp_path):
     """The divergence of each image from the full cache, its tokens forced."""
     model, sampling, full = drawn(case)

@@ -85,6 +85,7 @@ MOSTLY = {  # given nearly always, as what is required
     "experiments.edit": ["mask"],
     "experiments.serve": ["port"],
 }
+abstract = functools.cache(Part.abstract)
 
 
 def _module(command: str):
@@ -160,9 +161,10 @@ def light(monkeypatch):
     monkeypatch.setattr(aot.chips, "why_unavailable", lambda *names: None)
     monkeypatch.setattr("varjax.generation.compilation_cache.use", lambda: None)
     monkeypatch.setattr("jax.config.update", lambda *_: None)
-    # what is light but takes most of the time: shapes of the same few models
+    # what is light but takes most of the time: shapes of the same few models, searches of tables
     monkeypatch.setattr("varjax.storage.parameters.count", lambda module: 10**6)
-    monkeypatch.setattr(Part, "abstract", functools.cache(Part.abstract))
+    monkeypatch.setattr(Part, "abstract", abstract)
+    monkeypatch.setattr("varjax.policies.last_uses.FEW", 0)
 
 
 @st.composite
