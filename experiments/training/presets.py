@@ -26,7 +26,7 @@ PRESETS = {
     # for CPUs: what it takes is in docs/lab/training.md
     "tiny": Preset(
         least=20,
-        steps={"vqvae": (400, 32, 1200), "var": (300, 24, 1200)},
+        steps={"vqvae": (300, 24, 1200), "var": (300, 24, 1200)},
         both={
             **{"ch": 32, "num_res_blocks": 1, "vqvae_batch_size": 16, "vqvae_lr": 1e-3},
             **{"autoencoder_steps": 80, "reseed_every": 40, "depth": 4, "var_batch_size": 16},

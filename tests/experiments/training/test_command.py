@@ -82,8 +82,8 @@ def test_a_preset_comes_after_flags(pictures, tmp_path, seen, capsys):
     flags = [f"--data={pictures}", f"--out={tmp_path}/x", "--preset=tiny"]
     assert _run(*flags, "--settings=depth=2,var_steps=500") == 0 and _run(*flags) == 0
     assert [(s.depth, s.var_steps, s.vqvae_steps, s.ch) for s, *_ in seen] == [
-        (2, 500, 400, 16),
-        (4, 300, 400, 16),
+        (2, 500, 300, 16),
+        (4, 300, 300, 16),
     ]
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("preset=tiny for 64 pictures on cpu: ch=16,") and len(said) == 2
