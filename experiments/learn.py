@@ -70,7 +70,7 @@ CONDITION = ConditionFlags(FLAGS, samples=176)
 STEPS = FLAGS.integer(
     "steps",
     16,
-    "Steps for each budget, of a third of the images in whole batches.",
+    "Steps for each budget, of about a third of the images, in whole batches.",
     lower_bound=1,
     upper_bound=10**4,
 )
@@ -219,7 +219,7 @@ def main(argv: list[str]) -> None:
     }
     digest = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()
     period = even_period(geometry, PERIOD.value)
-    images = size * max(1, len(condition) // (3 * size))
+    images = size * max(1, round(len(condition) / (3 * size)))
     settings = [
         LearnerSettings(b, STEPS.value, images, size, seed, digest, period) for b in budgets
     ]

@@ -67,7 +67,7 @@ MESH = FLAGS.string(
 DISTRIBUTED = DistributedFlag(FLAGS)
 QUIET = FLAGS.boolean("quiet", False, "Print no progress.")
 MORE = FLAGS.group(
-    "settings", "Further settings, as vqvae_steps=1000,ch_mult=1,1,2 (docs/howto/train.md)."
+    "settings", "Further settings, as vqvae_steps=1000,ch_mult=1,1,2."
 )
 # settings with a flag of their own: what is trained, on what, and where it runs
 SINGLE = set(
