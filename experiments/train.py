@@ -66,9 +66,7 @@ MESH = FLAGS.string(
 )
 DISTRIBUTED = DistributedFlag(FLAGS)
 QUIET = FLAGS.boolean("quiet", False, "Print no progress.")
-MORE = FLAGS.group(
-    "settings", "Further settings, as vqvae_steps=1000,ch_mult=1,1,2."
-)
+MORE = FLAGS.group("settings", "Further settings, as vqvae_steps=1000,ch_mult=1,1,2.")
 # settings with a flag of their own: what is trained, on what, and where it runs
 SINGLE = set(
     "data family image_size max_images loader accumulate remat seed dtype save_dtype".split()

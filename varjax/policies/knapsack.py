@@ -74,11 +74,11 @@ class Knapsack(Policy):
       budget: fraction of the full cache, kept after every layer of every scale.
       sinks: first scales that are never dropped (0: none; what is worth keeping stays anyway).
 
-    Differs from `heatkv`, which measures the same, by a search for the best allocation in place of a schedule:
-    HeatKV orders heads by the mean of beta over later scales, takes the same number of heads from
-    every source scale, removes early only what layers need, and protects sinks. Here every (head,
-    scale) has a last use of its own, small scales cost less than large ones, and nothing is
-    protected. Not from a paper.
+    Differs from `heatkv`, which measures the same, by a search for the best allocation in place of
+    a schedule: HeatKV orders heads by the mean of beta over later scales, takes the same number of
+    heads from every source scale, removes early only what layers need, and protects sinks. Here
+    every (head, scale) has a last use of its own, small scales cost less than large ones, and
+    nothing is protected. Not from a paper.
     """
 
     budget: float = 0.1

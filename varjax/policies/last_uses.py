@@ -10,8 +10,8 @@ of the rows part them: at given prices every item takes its best last use alone.
 Prices rise where a row is too full and fall where there is room; with many items first for a sample
 of them. Then items take later last uses while they fit, those first that gain most for their
 price. Where items are few, a fifth of them is dropped and refilled at moved prices, 100 times; the
-best solution stays. On the embedded models this keeps at least 99 % of the optimum of an integer programme, from 5 % of the cache on
-(tests/policies/test_knapsack.py).
+best solution stays. On the embedded models this keeps at least 99 % of the optimum of an integer
+programme, from 5 % of the cache on (tests/policies/test_knapsack.py).
 
 Letters: K scales, of which K - 1 store, L layers, N heads, X items of a head, I free items.
 """
