@@ -69,7 +69,7 @@ def test_a_run_shows_itself(whole):
         assert [file.name for file in files] == ["000020.png", "000040.png"]
         drawn[name] = [read_picture(file, file.name) for file in files]
         assert (drawn[name][0] != drawn[name][1]).any()
-    held, (_, sheet) = data.load(settings.data, 8).val, drawn["vqvae/reconstructions"]
+    held, (_, sheet) = data.load(settings.data, 4).val, drawn["vqvae/reconstructions"]
     np.testing.assert_array_equal(sheet[:4], images.grid(held, columns=len(held)))
     assert 0 < np.abs(sheet[:4].astype(int) - sheet[-4:]).mean() < 70
     assert drawn["var/samples"][1].shape[0] == 4 * (4 + images.CAPTION_HEIGHT + 2) - 2
