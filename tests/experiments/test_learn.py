@@ -21,7 +21,7 @@ from varjax.core.planner import plan_cache
 from varjax.models.loading import load
 from varjax.policies import Learned
 
-BUDGETS, STEPS = "0.1,0.3", 4
+BUDGETS, STEPS = "0.1,0.3", 8
 SMALL = ("--num_samples=8", f"--steps={STEPS}", "--batch_size=4", f"--budgets={BUDGETS}")
 
 
