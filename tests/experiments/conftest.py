@@ -22,8 +22,8 @@ traced_once = functools.cache(compiled.flat)
 @pytest.fixture
 def call(capsys, monkeypatch):
     """call("run", "--flag=..."): (exit status, standard output, standard error) of `python -m
-    experiments.run --flag=...`. The cache of compiled programs stays the tests' own. Equal programs
-    are traced once: a test that changes what is traced sets `compiled.flat` back."""
+    experiments.run --flag=...`. The cache of compiled programs stays the tests' own, and equal
+    programs are traced once: a test that changes what is traced sets `compiled.flat` back."""
     monkeypatch.setattr("varjax.generation.compilation_cache.use", lambda: None)
     monkeypatch.setattr(compiled, "flat", traced_once)
 
