@@ -14,6 +14,7 @@ from experiments.training.learner import Programs
 from experiments.training.mesh import TrainingMesh
 from pallas_kernels import chips
 from tests import models_under_test as models
+from tests.policies.test_every_policy import model_and_measurements
 from varjax.models.loading import describe
 
 TRAIN = ("--model=var-d36", "--train", "--target=v5p")
@@ -136,6 +137,9 @@ def test_a_learning_step_takes_what_a_run_gives_it(call, case, monkeypatch, tmp_
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Programs, "effects", ends)
+    if not describe(folder).draws_tokens:  # measured once for several tests
+        measured = model_and_measurements(case)[1]
+        monkeypatch.setattr("experiments.learn.beginning", lambda *_: measured)
     flags = ("--num_samples=2", "--budgets=0.4", "--batch_size=2", f"--out={tmp_path / 'a.npz'}")
     call("learn", f"--checkpoint={folder}", *flags)
     programs, arguments = learning(describe(folder)).arguments()

@@ -29,8 +29,7 @@ EVERY = {"log_every": 2, "checkpoint_every": 16, "validate_every": 20, "sample_e
 def whole(shared_tiny, tmp_path_factory):
     """(settings, folder, model) of a run, one stage after the other. Every step of a kind is one
     program."""
-    settings = shared_tiny(image_size=4, ch_mult=(1,), **EVERY)  # it takes seconds to compile
-    out = tmp_path_factory.mktemp("run") / "whole"
+    settings, out = shared_tiny(**EVERY), tmp_path_factory.mktemp("run") / "whole"
     chex.clear_trace_counter()
     with pytest.MonkeyPatch.context() as patch:
         for programs, function in (
@@ -69,10 +68,10 @@ def test_a_run_shows_itself(whole):
         assert [file.name for file in files] == ["000020.png", "000040.png"]
         drawn[name] = [read_picture(file, file.name) for file in files]
         assert (drawn[name][0] != drawn[name][1]).any()
-    held, (_, sheet) = data.load(settings.data, 4).val, drawn["vqvae/reconstructions"]
-    np.testing.assert_array_equal(sheet[:4], images.grid(held, columns=len(held)))
-    assert 0 < np.abs(sheet[:4].astype(int) - sheet[-4:]).mean() < 70
-    assert drawn["var/samples"][1].shape[0] == 4 * (4 + images.CAPTION_HEIGHT + 2) - 2
+    held, (_, sheet) = data.load(settings.data, 8).val, drawn["vqvae/reconstructions"]
+    np.testing.assert_array_equal(sheet[:8], images.grid(held, columns=len(held)))
+    assert 0 < np.abs(sheet[:8].astype(int) - sheet[-8:]).mean() < 70
+    assert drawn["var/samples"][1].shape[0] == 4 * (8 + images.CAPTION_HEIGHT + 2) - 2
     assert len((out / "vqvae" / "history.csv").read_text().splitlines()) == 21
 
 
