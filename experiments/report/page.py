@@ -66,6 +66,7 @@ def build(
         tiles=[tile for cell in report["cells"] for tile in _tiles(cell, samples, count)],
         small=full.shape[2] < SMALL_PICTURE,
         left_out=len(full) - count,
+        kept=list(_kept(report, samples)),
         live=charts.live_bytes(report),
         measured=calibration_charts.draw(calibration, geometry, budgets),
     )
@@ -87,6 +88,15 @@ def _tiles(cell: dict, samples: dict[str, np.ndarray], count: int) -> Iterator[d
         if not close.get("class_agreement", [1.0] * count)[i]:
             numbers += ", taken for another class"
         yield shared | {"image": i, "picture": data_uri(image), "numbers": numbers}
+
+
+def _kept(report: dict, samples: dict[str, np.ndarray]) -> Iterator[tuple[dict[str, str], str]]:
+    """Yield (policy and budget, picture) of what heads kept in each cell that tells it."""
+    for cell in report["cells"]:
+        picture = samples.get(f"{cell.get('samples')}/{tables.KEPT}")
+        if picture is not None:
+            budget = {} if cell["budget"] is None else {"budget": f"{cell['budget']:g}"}
+            yield {"policy": cell["label"]} | budget, data_uri(picture)
 
 
 def facts(report: dict, calibration: Calibration | None) -> dict[str, str]:

@@ -29,6 +29,7 @@ experiments.merge joins them. With --distributed all processes draw each batch.
 import functools
 import pathlib
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -79,6 +80,9 @@ CONDITION = ConditionFlags(FLAGS)
 SAMPLES = FLAGS.integer(
     "samples", 8, "So many of the first images are kept for the report.", lower_bound=1
 )
+SAVE_KEPT = FLAGS.boolean(
+    "save_kept", False, "The report also shows what every head kept of each policy's first image."
+)
 FLAGS.heading("What is compared and kept")
 LPIPS = FLAGS.string("lpips", None, judges.LPIPS_HELP)
 SAMPLING = SamplingFlags(FLAGS)
@@ -126,10 +130,20 @@ def resolve() -> Sweep:
         cells=cells,
         full=Cell("full", "full", full.budget, full),
         samples=min(SAMPLES.value, len(condition)),
+        save_kept=_save_kept(cells, program.mesh.num_devices),
         calibration=pathlib.Path(files[MEASURED][0]) if MEASURED in used else None,
         calibration_digest="+".join(digests) or None,
         judges=judges.of_model(model, LPIPS, batch_size),
     )
+
+
+def _save_kept(cells: Sequence[Cell], devices: int) -> bool:
+    deciding = [c.label for c in cells if c.plan and not c.plan.static_content]
+    if SAVE_KEPT.value and devices > 1 and deciding:
+        raise UserError(
+            f"--save_kept: several devices do not tell what {deciding[0]} decided: leave out --mesh"
+        )
+    return SAVE_KEPT.value
 
 
 def calibrations(

@@ -22,9 +22,11 @@ from experiments.parts import Shard
 from experiments.processes import Stopped
 from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Cell, Sweep
+from experiments.sweep.tables import KEPT
 from varjax.core.errors import UserError
 from varjax.generation import hosts
 from varjax.generation.generator import Generator
+from varjax.generation.kept import kept_picture, of_image
 from varjax.generation.progress import Progress
 from varjax.models.model import Model
 from varjax.storage.pictures import to_uint8
@@ -75,7 +77,10 @@ class CellRunner:
         """Return the program of a cell. The full cache is never compressed."""
         sweep, program = self.sweep, self.sweep.program
         kv_dtype = program.dtype if cell is sweep.full else program.kv_dtype
-        found = sweep.generator(self.model, cell.plan, kv_dtype, keep_logits=True)
+        keep = {"keep_logits": True}
+        if sweep.save_kept and not cell.plan.static_content and cell is not sweep.full:
+            keep["keep_contents"] = True
+        found = sweep.generator(self.model, cell.plan, kv_dtype, **keep)
         first = np.zeros(sweep.batch_size, np.int32)  # programs depend on shapes only
         found.compile(sweep.condition.take(first), self._unused[first])
         timing = found.timing
@@ -204,11 +209,15 @@ class CellRunner:
         program = self.compiled(cell)
         found: list[dict] = []
         kept: list[np.ndarray] = []
+        maps: dict[str, np.ndarray] = {}
         for index, results in self._drawn(program):
             close = metrics.compare_images({n: a[index] for n, a in reference.items()}, results)
             mine, full = (to_uint8(a) for a in (results.pop("images"), reference["images"][index]))
             close |= sweep.judges.numbers(full, mine, sweep.condition.numbers[index])
             kept += [mine[: max(0, sweep.samples - int(index[0]))]]
+            if sweep.save_kept and not maps:  # of the first image
+                held = of_image(cell.plan, results.get("contents"))
+                maps[KEPT] = kept_picture(cell.plan, held, mine[0])
             results.clear()  # or its logits would stay in memory beside the forced ones
             first, kept_logits = int(index[0]), self._kept
             if (logits := kept_logits.get(first)) is None:
@@ -225,7 +234,7 @@ class CellRunner:
         row = describe_cell(cell, program) | {"fidelity": close}
         row["samples_fidelity"] = {n: a[: sweep.samples].tolist() for n, a in arrays.items()}
         numbers = {f"{PER_IMAGE}{name}": values for name, values in arrays.items()}
-        self.keep(cell, row, {"samples": np.concatenate(kept), **numbers})
+        self.keep(cell, row, {"samples": np.concatenate(kept), **maps, **numbers})
         shown = (f"{m.column} {m.show(close[key])}" for key, m in METRICS.items() if key in close)
         say(f"  {', '.join(shown)}")
 

@@ -75,7 +75,8 @@ class Cell:
 class Sweep(Generation):
     """A resolved sweep.
 
-    full: the reference. samples: how many images are kept for the report.
+    full: the reference. samples: how many images are kept for the report. save_kept: also a picture
+      of what every head kept, of the first image of each cell.
     calibration: the file of measurements; calibration_digest: SHA-256 of it and of the learned
       tables, with a + between them, as far as a policy uses them.
     judges: networks whose numbers are in the table.
@@ -84,6 +85,7 @@ class Sweep(Generation):
     cells: list[Cell]
     full: Cell
     samples: int
+    save_kept: bool
     calibration: pathlib.Path | None
     calibration_digest: str | None
     judges: Judges = Judges()
@@ -91,6 +93,7 @@ class Sweep(Generation):
     def describe(self) -> dict:
         """Return what decides the results of every cell, as JSON data."""
         own = {"samples": self.samples, "calibration": self.calibration_digest}
+        own |= {"save_kept": True} if self.save_kept else {}
         return super().describe() | own | self.judges.describe()
 
 

@@ -20,6 +20,7 @@ from varjax.storage.values import MissingExtra, require
 
 FORMAT_VERSION = 1
 FULL = "full"
+KEPT = "kept"  # of a cell in samples.npz: the picture of what heads kept
 CALIBRATION_COPY = "calibration.json"
 DEFINITIONS = {
     "planned, allocated": "bytes of the buffer that holds keys and values of one batch, as planned "
@@ -110,13 +111,15 @@ def per_image(results: dict[str, dict]) -> dict[str, dict[str, np.ndarray]]:
 
 def samples(found: dict, results: dict[str, dict]) -> dict[str, np.ndarray]:
     """Return the arrays of samples.npz: `labels` int [n], uint8 [n, H, W, 3] for `full` and each
-    cell, and `CELL/METRIC` float [N]: of all N images, of which n are shown. found: the `frame`."""
+    cell, and `CELL/METRIC` float [N]: of all N images, of which n are shown. With --save_kept
+    `CELL/kept` uint8 [height, width, 3]: what heads kept of the first. found: the `frame`."""
     settings, numbers = found["settings"], per_image(results)
     labels = np.array(settings["labels"][: settings["samples"]], np.int64)
     keys = list({cell["samples"]: None for cell in found["cells"] if "samples" in cell})
     pictures = {FULL: results[found["reference"]]["samples"]}
     pictures |= {key: results[key]["samples"] for key in keys}
     every = {f"{key}/{name}": a for key in keys for name, a in numbers.get(key, {}).items()}
+    every |= {f"{key}/{KEPT}": results[key][KEPT] for key in keys if KEPT in results[key]}
     return {"labels": labels, **pictures, **every}
 
 

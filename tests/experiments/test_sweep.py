@@ -8,6 +8,7 @@ import shutil
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from experiments.report import sweep_files
 from experiments.sweep import __main__ as command
@@ -17,6 +18,7 @@ from tests import models_under_test as models
 from tests.experiments import made_up_sweep
 from varjax.calibration import files as calibration_lib
 from varjax.core.errors import UserError
+from varjax.generation import kept
 from varjax.generation.api import Generator
 from varjax.models.loading import describe
 
@@ -47,6 +49,7 @@ def test_table_files_and_resumption(call, checkpoint, tmp_path, monkeypatch):
     out = tmp_path / "out"
     policies = "--policies=swa,streaming:sinks=5"
     flags = (checkpoint, "--labels=3,7,7", "--batch_size=2", "--segments=1", "--samples=2")
+    flags += ("--save_kept",)
     to = f"--out={out}"
     budgets = "--budgets=0.05,1"  # five sinks need more than 5 %
     start, ran, plans = Generator._start, [], {}
@@ -98,6 +101,9 @@ def test_table_files_and_resumption(call, checkpoint, tmp_path, monkeypatch):
     with np.load(out / "samples.npz") as samples, open(out / "sweep.csv") as table:
         assert samples["full"].shape == samples[small["samples"]].shape == (2, 16, 16, 3)
         assert samples["labels"].tolist() == [3, 7]
+        plan, (first, *_) = plans["swa", 0.05], samples[small["samples"]]
+        wanted = kept.kept_picture(plan, kept.of_image(plan, None), first)
+        np.testing.assert_array_equal(samples[f"{small['samples']}/kept"], wanted)
         numbers = samples[f"{small['samples']}/psnr"]  # of all images
         assert numbers.shape == (3,) and numbers.mean() == pytest.approx(small["fidelity"]["psnr"])
         rows = list(csv.DictReader(table))
@@ -109,6 +115,21 @@ def test_table_files_and_resumption(call, checkpoint, tmp_path, monkeypatch):
 
     assert call("sweep", *flags, to, policies, budgets)[0] == 2  # the folder exists
     _assert_a_run_measures_the_same(call, small, *flags[:4], f"--out={out}-run")
+
+
+@pytest.mark.slow
+def test_what_a_policy_decided_is_told(call, checkpoint, tmp_path):
+    """The picture of a run with the same settings."""
+    flags = (checkpoint, "--labels=3", "--batch_size=1", "--segments=1", "--save_kept")
+    policy = "--policies=snapkv", "--budgets=0.5"
+    status, _, err = call("sweep", *flags, *policy, f"--out={tmp_path / 'sweep'}")
+    assert status == 0, err
+    run = "--policy=snapkv", "--budget=0.5", f"--out={tmp_path / 'run'}"
+    assert call("run", *flags, *run)[0] == 0
+    (cell,) = report_of(tmp_path / "sweep")["cells"]
+    with np.load(tmp_path / "sweep" / "samples.npz") as samples:
+        found = samples[f"{cell['samples']}/kept"]
+    np.testing.assert_array_equal(found, np.asarray(Image.open(tmp_path / "run" / "kept.png")))
 
 
 def _assert_a_run_measures_the_same(call, cell, *flags):
