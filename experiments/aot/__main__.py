@@ -4,16 +4,14 @@
     python -m experiments.aot --model=var-d30 --policy=streaming --budget=0.1 --target=a100 \\
         --largest_batch
     python -m experiments.aot --model=var-d36 --mesh=data=4,model=2 --batch_size=32 --target=v5p
-    python -m experiments.aot --model=var-d36 --train --mesh=fsdp=8 --batch_size=64 --remat \\
-        --target=v5p
+    python -m experiments.aot --model=var-d30 --learn --batch_size=11 --target=h100
 
 The command compiles exactly what `experiments.run` would run there, with the real compiler of the
 chip and without weights. It prints the bytes of parameters, cache and temporaries, the peak,
 whether the cache is updated in place, FLOPs and the least time that they and the bytes take (a
-floor, no prediction) and how many kernels are started, and ends with the verdict. With --train it
-compiles a step of `experiments.train` in place of the programs that draw, with --learn one of
-`experiments.learn`. It needs `libtpu` for TPUs and JAX's CUDA plugin for GPUs, not the chips
-(docs/howto/scale.md).
+floor, no prediction) and how many kernels are started, and ends with the verdict. With --learn it
+compiles a step of `experiments.learn` in place of the programs that draw. It needs `libtpu` for
+TPUs and JAX's CUDA plugin for GPUs, not the chips (docs/howto/scale.md).
 
 Exit status 1: a target failed, the others are printed. A program that does not fit is no failure.
 """
@@ -27,8 +25,8 @@ from functools import partial
 import jax
 
 from experiments.aot import listing, worker
+from experiments.aot.learning import LearningStep
 from experiments.aot.program import Workload
-from experiments.aot.training import LearningStep, Step, TrainingStep
 from experiments.budgets import Sizing
 from experiments.cli import command_line
 from experiments.cli.flags import CommandFlags, about
@@ -60,26 +58,18 @@ LARGEST_BATCH = FLAGS.boolean(
 )
 PROGRAM = ProgramFlags(FLAGS, mesh=True, elsewhere=True)
 SAMPLING = SamplingFlags(FLAGS)
-FLAGS.heading("A step of training or learning")
-TRAIN = FLAGS.boolean(
-    "train",
+FLAGS.heading("A step of learning")
+LEARN = FLAGS.boolean(
+    "learn",
     False,
-    "Compile a step of experiments.train in place of the programs that draw: --mesh=data=2,fsdp=4, "
+    "Compile a step of experiments.learn in place of the programs that draw: --mesh=data=2, "
     "--batch_size images.",
 )
-LEARN = FLAGS.boolean(
-    "learn", False, "The same of experiments.learn: --mesh=data=2, --batch_size images."
-)
-ACCUMULATE = FLAGS.integer("accumulate", 1, "With --train: parts of a step.", lower_bound=1)
-REMAT = FLAGS.boolean("remat", False, "With --train: compute the layers twice, to store less.")
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "varjax")  # whose versions are said
 # other flags decide how pictures are drawn
-OF_STEPS = set(
-    "model plugin checkpoint target mesh batch_size dtype verbose json overwrite".split()
-)
-OF_TRAINING = OF_STEPS | {"train", "accumulate", "remat"}
-OF_LEARNING = OF_STEPS | set(
-    "learn aspect size grid prompt_tokens cfg tau sampling cfg_insertion_layer cfg_interval".split()
+OF_LEARNING = set(
+    "model plugin checkpoint target mesh batch_size dtype verbose json overwrite learn aspect size "
+    "grid prompt_tokens cfg tau sampling cfg_insertion_layer cfg_interval".split()
 )
 FLAGS.heading("Output")
 VERBOSE = FLAGS.boolean(
@@ -145,27 +135,27 @@ def _sizing(wanted: Sequence[Chip], model: Model, program: ProgramOptions) -> Si
     )
 
 
-def resolve_step(wanted: Sequence[Chip]) -> Step:
+def resolve_step(wanted: Sequence[Chip]) -> LearningStep:
     """The step that is asked for. All flags are checked, nothing is compiled."""
-    name, known = ("train", OF_TRAINING) if TRAIN.value else ("learn", OF_LEARNING)
     for other in itertools.chain(*FLAGS.all_values()):
-        if FLAGS.flag(other).present and other not in known:
+        if FLAGS.flag(other).present and other not in OF_LEARNING:
             raise UserError(
-                f"--{other} decides how pictures are drawn, and --{name} compiles a {name}ing "
-                "step: leave out one of them"
+                f"--{other} decides how pictures are drawn, and --learn compiles a learning step: "
+                "leave out one of them"
             )
     least = min(wanted, key=lambda chip: chip.most_devices)
     with about(FLAGS.values["mesh"]):
         mesh = TrainingMesh.parse(FLAGS.values["mesh"].value, least.most_devices)
     model, batch, dtype = MODEL.resolve(weights=False), PROGRAM.asked.value, FLAGS.values["dtype"]
-    given = {"model": model, "mesh": mesh, "batch_size": batch, "dtype": dtype.value}
-    if TRAIN.value:
-        step = TrainingStep(**given, accumulate=ACCUMULATE.value, remat=REMAT.value)
-    else:
-        text = MODEL.text_tokens(model)
-        step = LearningStep(**given, sampling=SAMPLING.sampling(model), text_tokens=text)
-    step.check()
-    return step
+    mesh.check_batch("--batch_size", batch)
+    return LearningStep(
+        model=model,
+        mesh=mesh,
+        batch_size=batch,
+        dtype=dtype.value,
+        sampling=SAMPLING.sampling(model),
+        text_tokens=MODEL.text_tokens(model),
+    )
 
 
 def title(workload: Workload) -> str:
@@ -185,14 +175,9 @@ def title(workload: Workload) -> str:
 def main(argv) -> int:
     jax.config.update("jax_platforms", "cpu")  # planning needs no accelerator, and takes none
     target, wanted = JSON.check(), targets()
-    for name in ("accumulate", "remat"):
-        if FLAGS.values[name].present and not TRAIN.value:
-            raise UserError(f"--{name} is of training steps: add --train, or leave it out")
-    if TRAIN.value and LEARN.value:
-        raise UserError("--train and --learn compile different steps: choose one")
-    if TRAIN.value or LEARN.value:
+    if LEARN.value:
         step = resolve_step(wanted)
-        said, work = [step.title()], partial(worker.train, step)
+        said, work = [step.title()], partial(worker.learn, step)
     else:
         workloads, remarks = resolve(wanted)
         said = [title(workloads[wanted[0].name]), *remarks]

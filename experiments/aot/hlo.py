@@ -149,7 +149,3 @@ class Module:
         # whole numbers in a condition "counter < constant", which may be within a fusion
         texts = [i.literal.strip() for i in bounds if i.opcode == "constant"]
         return max((int(text) for text in texts if re.fullmatch(r"\d+", text)), default=None)
-
-    def all_trips(self) -> list[int | None]:
-        """`trips` of all loops of the program, in order, each before those inside it."""
-        return [self.trips(i) for i, _ in self.runs(everything=True) if i.opcode == "while"]

@@ -95,7 +95,6 @@ _ROWS = (
     ("segments, layers", lambda r: f"{len(r['segments'])}, {r['layers']}" if "layers" in r else ""),
     ("pixels in", _of("decode_dtype")),
     ("parameters", _of("parameter_bytes", show_bytes)),
-    ("state", _of("state_bytes", show_bytes)),
     ("KV pool", _of("kv_pool_bytes", show_bytes)),
     ("bookkeeping", _of("bookkeeping_bytes", show_bytes)),
     ("temporaries, codes", _of("temporary_bytes", show_bytes, "codes")),
@@ -114,8 +113,6 @@ _ROWS = (
     ("kernels started, codes", _of("kernels", "{:.0f}".format, "codes")),
     # a TPU fetches weights into its own memory
     ("weights copied, codes", lambda r: _copied(r) if r.get("platform") == "gpu" else ""),
-    ("command buffers, codes", _of("launches", lambda n: f"{n['buffers']:.0f}", "codes")),
-    ("  kernels outside them", _of("launches", lambda n: f"{n['outside']:.0f}", "codes")),
     ("exchanged", _exchanged),
     ("compile seconds", lambda r: f"{r['compile_s']:.0f}"),
 )

@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from experiments.aot import buffers, kernels, launches
+from experiments.aot import buffers, kernels
 from experiments.aot.buffers import Carried
 from experiments.aot.hlo import Module
 from experiments.generation import ProgramOptions
@@ -120,7 +120,6 @@ def compile_program(
         elapsed = time.perf_counter() - start
         module = Module.parse(compiled.as_text())
         temporaries = buffers.read_dump(Path(folder), module)
-        started = launches.read_dump(Path(folder), module.all_trips())
     stats, weights = compiled.memory_analysis(), jax.tree.leaves(networks)
     taken, cost = len(jax.tree.leaves(traced.args_info[0][0])), program_cost(traced.jaxpr)
     reads = times_read(traced.jaxpr)[:taken] + [0] * (len(weights) - taken)
@@ -140,7 +139,6 @@ def compile_program(
                 for b in buffers.largest(temporaries, LISTED)
             ],
             "collectives": kernels.exchanged(module),
-            "launches": started and started._asdict(),
             **kernels.counts(module, cost),
         },
     )

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import jax
 
-from experiments.aot import floor, training
+from experiments.aot import floor, learning
+from experiments.aot.learning import LearningStep
 from experiments.aot.program import Compilation, DoesNotFit, Workload, first_line, num_bytes
-from experiments.aot.training import Step
 from experiments.output import say, still_there
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
@@ -80,10 +80,10 @@ def refused(chip: Chip, batch: int, error: DoesNotFit) -> dict:
     return {"status": "refused", "fits": False, "error": str(error), **sizes}
 
 
-def train(asked: Step, chip: Chip) -> dict:
-    """The result of a step of training or learning."""
+def learn(asked: LearningStep, chip: Chip) -> dict:
+    """The result of a step of learning."""
     say(f"{chip.name}: compiling a step of {asked.batch_size} images on {asked.mesh}")
-    return sized(chip, asked.batch_size, partial(training.describe, asked, chip))
+    return sized(chip, asked.batch_size, partial(learning.describe, asked, chip))
 
 
 # --- the largest batch ---

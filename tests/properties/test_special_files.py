@@ -150,7 +150,7 @@ def test_files_that_are_made_for_a_while_follow_no_link(tmp_path):
 # Files of varjax itself, of the system, of a folder that the program has made: opened as they are.
 OWN = {
     *("experiments/__main__.py", "experiments/recipes/recipe.py", "experiments/serve/page.py"),
-    *("experiments/aot/buffers.py", "experiments/aot/launches.py", "experiments/aot/worker.py"),
+    *("experiments/aot/buffers.py", "experiments/aot/worker.py"),
     *("experiments/run/files.py", "experiments/plan.py", "ported_weights/hub.py"),
     *("experiments/report/paper.py", "experiments/report/sweep_files.py"),
     *("varjax/generation/memory.py", "varjax/storage/atomic.py", "varjax/storage/ordinary.py"),
