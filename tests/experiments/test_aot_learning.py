@@ -65,9 +65,8 @@ def step_of(model):
     return LearningStep(model=model, sampling=model.sampling(), **given)
 
 
-@pytest.mark.parametrize(
-    "case", ["b_k6_sharedaln", pytest.param("llamagen_c2i", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["b_k6_sharedaln", "llamagen_c2i"])
 def test_a_learning_step_takes_what_a_run_gives_it(call, case, monkeypatch, tmp_path):
     folder, taken = models.checkpoint_folder(case), []
 

@@ -11,38 +11,42 @@ import numpy as np
 import pytest
 
 from experiments.bench import draw
+from tests.often import often
 from varjax.generation.generator import Generator
 from varjax.generation.program import OutOfMemory
 
-NAMES = ("var-d30-b1", "llamagen-xl-streaming-b8")
+# images and budget
+TASKS = {"var-d30-b1": (1, 1.0), "llamagen-xl-streaming-b8": (8, draw.SMALL_SHARE)}
 PROGRAM = {
     *("seconds", "all_seconds", "peak_bytes", "profiled_seconds", "span_seconds"),
     *("kernel_seconds", "calls", "kernels", "scales"),
 }
 
 
-def test_rows_are_whole(call, tmp_path, monkeypatch):
-    """Two tasks are drawn; the time is up before the third."""
+@pytest.mark.parametrize("count", often([1], [1, 2]))
+def test_rows_are_whole(call, tmp_path, monkeypatch, count):
+    """The time is up before the last one."""
+    names = [*TASKS][:count]
     path = tmp_path / "chip.jsonl"
     monkeypatch.setattr(jax, "clear_caches", lambda: None)  # other tests go on with theirs
-    drawn_before_the_end(monkeypatch, 2)
-    names = ",".join([*NAMES, "infinity-2b-b64"])
-    flags = f"--draw={names}", "--repeats=2", "--minutes=1", f"--json={path}"
+    drawn_before_the_end(monkeypatch, count)
+    asked = ",".join([*names, "infinity-2b-b64"])
+    flags = f"--draw={asked}", "--repeats=2", "--minutes=1", f"--json={path}"
     status, out, err = call("bench", *flags)
     assert status == 0, err
     head, *rows, late = map(json.loads, path.read_text().splitlines())
     assert head["jax"] == jax.__version__ and head["device"] == "cpu"
-    assert [row["task"] for row in rows] == list(NAMES)
+    assert {row["task"]: (row["images"], row["budget"]) for row in rows} == {
+        name: TASKS[name] for name in names
+    }
     assert late["task"] == "infinity-2b-b64" and late["note"] == "not begun: the time is up"
-    assert [row["images"] for row in rows] == [1, 8]
-    assert [row["budget"] for row in rows] == [1.0, draw.SMALL_SHARE]
     for row in rows:
         assert row["finite"] is True and row["compile_seconds"] > 0 and row["small"]
         assert row["compile_phases"]["backend_compile"] > 0
         for program in (row["codes"], row["pixels"]):
             check_program(program)
     found = re.findall(r"^(\S+) \(cut down\): compiled in [\d.]+ s", out, re.M)
-    assert found == list(NAMES) and out.count("share  calls  kernel") == 4
+    assert found == names and out.count("share  calls  kernel") == 2 * count
     assert out.splitlines()[-1] == "infinity-2b-b64: not begun: the time is up"
     status, _, err = call("bench", *flags)
     assert status == 2 and "exists already" in err

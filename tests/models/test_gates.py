@@ -72,7 +72,7 @@ def table_of(model, kept):
     )
 
 
-@pytest.mark.parametrize("case", often([models.FAMILIES["var"], models.GROUPS], CASES))
+@pytest.mark.parametrize("case", often([models.FAMILIES["var"], TOKENS[0]], CASES))
 def test_gates_of_one_are_the_full_cache(case):
     model, sampling, full = drawn(case)
     plain = forced(model, sampling, full["tokens"])
@@ -82,7 +82,7 @@ def test_gates_of_one_are_the_full_cache(case):
     np.testing.assert_allclose(ones, full["logits"], atol=1e-4)
 
 
-@pytest.mark.parametrize("case", often([models.FAMILIES["var"], "inside", *TOKENS[::2]], CASES))
+@pytest.mark.parametrize("case", often([models.FAMILIES["var"], "inside", TOKENS[0]], CASES))
 def test_a_table_by_gates_is_the_engine(case, tmp_path):
     """The divergence of each image from the full cache, its tokens forced."""
     model, sampling, full = drawn(case)
