@@ -54,9 +54,11 @@ def filled(cache, step: StageStep, rng):
     return replace(found, position=jnp.asarray(position))
 
 
-@pytest.mark.parametrize("policy", often(("headkv",), [name for name in POLICY if deciding(name)]))
+@pytest.mark.parametrize("policy", often(("headkv",), POLICY))
 def test_together_as_on_a_gpu(policy, monkeypatch):
-    step, plan = deciding(policy)
+    if (found := deciding(policy)) is None:
+        pytest.skip("what is kept is known beforehand")
+    step, plan = found
     rng, images = np.random.default_rng(0), ROWS // plan.geometry.rows_per_image
     layers = plan.empty_state(images, "float32", "float32")
     assert all(token_step(plan, i, None) == step for i in range(len(layers)))
