@@ -88,12 +88,14 @@ def test_nonsense_for_a_generator_is_refused(demo, arguments, message):
 def test_pictures_of_pillow(demo, monkeypatch):
     """Rounded to bytes; without pillow it is said before anything is compiled."""
     image = np.linspace(0, 1, 12, dtype=np.float32).reshape(1, 2, 2, 3)
-    monkeypatch.setattr(varjax.Generator, "__call__", lambda *_, **__: image)
+    drawn = [(np.arange(1), {"images": image})]
+    monkeypatch.setattr(varjax.Generator, "compile", lambda *_: None)
+    monkeypatch.setattr(varjax.Generator, "batches", lambda *_, **__: drawn)
     [picture] = varjax.generate(demo, [1], as_pil=True)
     assert picture.mode == "RGB" and picture.size == (2, 2)
     np.testing.assert_array_equal(picture, np.round(255 * image[0]))
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    monkeypatch.setattr(varjax.Generator, "__init__", lambda *_, **__: pytest.fail("built"))
+    monkeypatch.setattr(varjax.Generator, "compile", lambda *_: pytest.fail("compiled"))
     with pytest.raises(UserError, match="pictures needs the package PIL.*pip install"):
         varjax.generate(demo, [1], as_pil=True)
 

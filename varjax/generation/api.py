@@ -19,7 +19,6 @@ from varjax.generation.mesh import MeshSpec
 from varjax.models.model import Model, check_model
 from varjax.policies import Policy
 from varjax.policies.registry import resolve_policy
-from varjax.storage import pictures
 from varjax.text.features import TextFeatures
 from varjax.text.prompt_ids import PromptIds
 
@@ -114,8 +113,6 @@ def generate(
     if batch_size is not None:
         arguments.integer("batch_size", batch_size, 1, arguments.LARGEST_BATCH)
     check_seed(seed)
-    if arguments.flag("as_pil", as_pil):
-        pictures.pillow()  # missing, it is said before anything is compiled
     given = {"labels": labels, "prompts": prompts, "text_features": text_features}
     given["prompt_ids"] = prompt_ids
     count = conditions.check(model, **given)
@@ -130,5 +127,4 @@ def generate(
         kv_dtype=kv_dtype,
         build=Build(decode_dtype=decode_dtype),
     )
-    images = generator(**given, seed=seed, progress=progress)
-    return pictures.to_pil(images) if as_pil else images
+    return generator(**given, seed=seed, progress=progress, as_pil=as_pil)

@@ -34,6 +34,7 @@ from varjax.generation.progress import reporter
 from varjax.generation.started import Started, in_turn
 from varjax.models.model import Model, check_model
 from varjax.policies.registry import resolve_policy
+from varjax.storage import pictures
 from varjax.text.features import TextFeatures
 from varjax.text.prompt_ids import PromptIds
 
@@ -148,10 +149,13 @@ class Generator:
         prompt_ids: PromptIds | Sequence[Sequence[int]] | None = None,
         seed: int = 0,
         progress: bool | Callable[[int, int], None] = False,
-    ) -> np.ndarray:
+        as_pil: bool = False,
+    ) -> np.ndarray | list:
         """One image per label or prompt: float32 [N, H, W, 3], RGB in [0, 1]. Image i depends on
         (seed, i, its label or prompt) only. The rest is as in `varjax.generate`."""
         check_seed(seed)
+        if arguments.flag("as_pil", as_pil):
+            pictures.pillow()  # missing, it is said before anything is compiled
         report = reporter(progress, "image")
         given = {"labels": labels, "prompts": prompts, "text_features": text_features}
         condition = conditions.resolve(self.model, **given, prompt_ids=prompt_ids)
@@ -165,7 +169,8 @@ class Generator:
         for index, results in self.batches(condition, seed=seed):
             images.append(results["images"])
             report(int(index[-1]) + 1, len(condition))
-        return np.concatenate(images)
+        found = np.concatenate(images)
+        return pictures.to_pil(found) if as_pil else found
 
     def kept(
         self,
