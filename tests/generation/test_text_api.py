@@ -25,15 +25,6 @@ def features(count: int = 2):
     return models.condition(models.fixture_model(NAME), np.arange(count))
 
 
-@pytest.mark.slow
-def test_features_to_images():
-    model = models.fixture_model(NAME)
-    sampling = model.sampling(cfg=[3.0] * 6)
-    options = dict(text_features=features(), policy="streaming", budget=0.4, sampling=sampling)
-    images = varjax.generate(model, **options)
-    assert images.shape[0] == 2 and images.shape[-1] == 3 and np.isfinite(images).all()
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
