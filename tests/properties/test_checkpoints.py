@@ -4,7 +4,6 @@ Of PyTorch's files the checksums of the zip cover every value; safetensors has n
 its header can be found wrong. Our own checkpoints have checksums of all files of parameters.
 """
 
-import contextlib
 import json
 import shutil
 
@@ -25,7 +24,6 @@ from varjax.core.sequence import Schedule
 from varjax.models import registry
 from varjax.models.var import VARConfig
 from varjax.storage import checkpoint, parameters
-from varjax.storage.manifest import recommended_sampling
 
 # Of properties that read whole checkpoints there are fewer examples by default, to take seconds.
 FEWER = settings() if settings().max_examples > EXAMPLES else settings(max_examples=6)
@@ -90,13 +88,6 @@ def test_programs_of_pickle_operations(tmp_path, words, at_end):
         assert values.size <= 12
 
 
-@given(draw=st.data())
-def test_damaged_pickles(tmp_path, draw):
-    sound = assemble({"w": view("FloatStorage", "0", 12, 2, (2, 3), (4, 1)), "n": [1, (2.5, None)]})
-    pickled = draw.draw(mutations.damaged_bytes(b"\x80\2" + sound + b"."))
-    _values(TorchZip.write(tmp_path / "a.pth", pickled, {"0": bytes(48)}))
-
-
 # --- safetensors ----------------------------------------------------------------------------------
 
 
@@ -149,23 +140,6 @@ def test_files_of_configurations(tmp_path, draw):
     except UserError:
         return
     assert list(found) == list(CONFIGS)
-
-
-@given(draw=st.data())
-def test_small_files_beside_the_weights(tmp_path, draw):
-    path, default = tmp_path / "a.json", {"cfg": 2.0, "top_k": 3, "top_p": 0.9}
-    text = json.dumps(draw.draw(mutations.damaged_json(["a", "b", "c"])))
-    path.write_bytes(draw.draw(mutations.damaged_bytes(text.encode()) | st.just(text.encode())))
-    published = PublishedModel(
-        model="var-custom", source="", class_names=str(path), sampling=str(path)
-    )
-    with contextlib.suppress(UserError):
-        names = published.read_class_names(TRANSFORMER)
-        assert len(names) == 3 and "".join(names).encode()
-    path.write_text(json.dumps(draw.draw(mutations.damaged_json(default))))
-    with contextlib.suppress(UserError):
-        found = published.read_sampling(default, TRANSFORMER, lambda line: None)
-        TRANSFORMER.check_sampling(recommended_sampling(found))
 
 
 # --- checkpoints of varjax ------------------------------------------------------------------------

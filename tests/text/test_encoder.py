@@ -11,6 +11,7 @@ from varjax.core.errors import UserError
 from varjax.storage import manifest, parameters
 from varjax.text import encoder as encoder_lib
 from varjax.text.encoder import TEXT_ENCODER, TextEncoder
+from varjax.text.t5 import END
 
 NAME = "text_encoder.json"
 LONG = "a photo of a red apple on a wooden table, a cat and a dog below an old clock"
@@ -23,6 +24,7 @@ def test_prompts_to_features(text_encoder):
     assert found.prompts == tuple(p.strip() for p in prompts)
     assert found.unconditional.tolist() == [False, True, False, False, False]
     ids = [text_encoder.tokenizer.ids(p) for p in found.prompts]
+    assert all(i[-1] == END and END not in i[:-1] for i in ids)
     wanted = [len(i) if p else 1 for i, p in zip(ids, found.prompts, strict=True)]
     assert found.lens.tolist() == wanted and max(wanted) > 64
     assert {encoder_lib.padded_size(n) for n in wanted} >= {16, 64}
