@@ -109,18 +109,14 @@ def test_two_cores():
         check_write(run, case.arguments(poison=False))
 
 
-# Tokens of four heads in one block of 8, or in two: the one at work is read next, or the one
-# before.
-SHARING = [replace(SMALL, heads=4, block_size=8, tokens=n, length=n) for n in (2, 4)]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("at_once", often([1], [1, 1024]))
 def test_heads_share_blocks(monkeypatch, at_once):
     """A block is read again when what another head stored in it has arrived; in one grid step and
     in several."""
     monkeypatch.setattr(tpu_projection, "TOKENS_AT_ONCE", at_once)
-    check_write(simulated(tpu_write.write, cores=2), sharing(SHARING[0]))
+    spec = replace(SMALL, heads=4, block_size=8, tokens=2, length=2)  # in one block of 8
+    check_write(simulated(tpu_write.write, cores=2), sharing(spec))
 
 
 def test_sample():
