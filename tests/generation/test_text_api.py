@@ -50,12 +50,6 @@ def test_what_cannot_work_is_said_before_compiling(given, message, monkeypatch):
         varjax.generate(model, **given, sampling=model.sampling(**overrides))
 
 
-def test_prompts_of_a_class_conditional_model():
-    model = models.fixture_model(models.FAMILIES["var"])
-    with pytest.raises(UserError, match="prompts given: .* draws from labels"):
-        varjax.generate(model, prompts=["a cat"])
-
-
 def test_another_shape_shares_the_weights():
     model = models.fixture_model("infinity_a")
     wide = model.with_template(0.5, "0.25M")

@@ -9,7 +9,6 @@ from experiments.judges import Judges
 from varjax.core.errors import UserError
 from varjax.models import registry
 from varjax.models.loading import describe
-from varjax.policies import HeatKV
 from varjax.storage import checkpoint, manifest
 from varjax.storage.pictures import to_uint8
 
@@ -32,15 +31,6 @@ def test_embedded_checkpoints(name, family, count):
         sampling = {"cfg": 1.5, "top_k": 100, "top_p": 0.95, "more_smooth": False}
         assert content["parameters"] == count and content["sampling"] == sampling
     assert sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) < 12e6
-
-
-def test_the_cache_of_eight_scales_is_twice_the_demos():
-    eight, demo = describe("demo-eight"), describe("demo")
-    # nothing reads the last scale of 8 x 8, so no budget counts it
-    cached = [model.geometry.schedule.total_tokens - 64 for model in (eight, demo)]
-    assert cached == [140, 66]
-    plan = varjax.plan(eight, policy=HeatKV(budget=0.1))  # with its own calibration
-    assert plan.num_bytes(1, "float32") <= 0.1 * varjax.plan(eight).num_bytes(1, "float32")
 
 
 def test_names_of_embedded_checkpoints(tmp_path, monkeypatch):
