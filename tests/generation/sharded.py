@@ -31,8 +31,6 @@ MORE = [  # contents decided on a part of the machine; meshes of one axis
     (models.FEW_NORMS, "full", {}, None, ("model=4",)),
     # matrices and their scales divided, layers apart and stacked
     (models.GROUPS + INT8, "headkv", {"budget": 0.6}, "int8", ("model=2",)),
-    (BY_TOKEN, "streaming", {"budget": 0.5}, "int8", ("data=2,model=4",)),
-    (DEMO + INT8, "full", {}, None, ("model=2",)),
     # rows of activations are scaled alike on all devices that share them
     (DEMO + FP8, "full", {}, None, ("model=2",)),
     (TEXT, "h2o", {"budget": 0.3}, None, ("data=4",)),
@@ -40,12 +38,9 @@ MORE = [  # contents decided on a part of the machine; meshes of one axis
     (BY_TOKEN, "diagonal", {"budget": 0.5}, "int8", ("data=2,model=4",)),
     (TOKEN_TEXT, "linear", {"budget": 0.5}, "int8", ("data=8", "data=2")),
     (TOKEN_TEXT, "full", {}, None, ("model=2", "data=4,model=2")),
-    (BY_TOKEN, "h2o", {"budget": 0.5}, "int8", ("model=4",)),
     (TOKEN_TEXT, "snapkv", {"budget": 0.5}, None, ("model=2", "data=4,model=2")),
     (BY_TOKEN, "compose", {"budget": 0.5}, None, ("model=2",)),
     (BY_TOKEN, "table", {}, None, ("data=2,model=2",)),
-    (models.GROUPS, "snapkv", {"budget": 0.6}, None, ("data=2,model=2",)),
-    ("janus_small" + INT8, "rkv", {"budget": 0.6}, None, ("model=2",)),
     (DEMO + INT8, "heatkv", {"budget": 0.2}, "int8", ("data=2,model=4",)),
     (BY_TOKEN + W8A8, "full", {}, None, ("model=2",)),
 ]

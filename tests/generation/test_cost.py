@@ -112,13 +112,6 @@ def test_mosaic_kernels_are_named_and_not_looked_into():
     assert found.flops == found.loops == 0
 
 
-def test_unread_inputs():
-    jaxpr = jax.make_jaxpr(lambda a, b, c: (a @ a.T, c))(A, B, 1.0)
-    assert [n > 0 for n in times_read(jaxpr)] == [True, False, True]
-    jaxpr = jax.make_jaxpr(jax.jit(lambda a, b, c: (a @ a.T, c)))(A, B, 1.0)
-    assert [n > 0 for n in times_read(jaxpr)] == [True, False, True]
-
-
 def test_inside_shard_map_the_share_of_one_device_counts():
     mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
     split, whole = P("data"), P()

@@ -86,12 +86,6 @@ def test_called_again_no_module_is_looked_at():
 
 def test_what_belongs_to_the_build():
     model = models.fixture_model(NAMES[0])
-    for name in ("layers", "attention", "watch", "decode_dtype"):
-        words = f"{name} is part of the build: give build=varjax.Build"
-        with pytest.raises(varjax.UserError, match=words):
-            varjax.Generator(model, **{name: None})
-    with pytest.raises(TypeError, match=r"^Generator\.__init__\(\) got .* 'batch_sizes'"):
-        varjax.Generator(model, batch_sizes=3)
     with pytest.raises(varjax.UserError, match="^watch=7: give a function"):
         varjax.Build(watch=7)
     with pytest.raises(varjax.UserError, match="^build=3: give a varjax.Build"):

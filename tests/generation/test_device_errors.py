@@ -67,14 +67,6 @@ def test_too_little_memory_while_drawing(generator, monkeypatch):
         generator([0, 1])
 
 
-@pytest.mark.parametrize(("place", "message"), cases(OTHER))
-def test_other_failures_keep_their_kind(place, message, generator, monkeypatch):
-    fail_at(place, message, generator, monkeypatch)
-    with pytest.raises(jax.errors.JaxRuntimeError) as failure:
-        generator([0, 1])
-    assert not getattr(failure.value, "__notes__", [])  # there are no kernels on a CPU
-
-
 @pytest.mark.parametrize("message", OTHER)
 def test_kernels_can_be_done_without(message):
     with pytest.raises(jax.errors.JaxRuntimeError) as failure:

@@ -1,8 +1,6 @@
 """Names of axes, and where the rules send them on each kind of mesh."""
 
-import jax
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from varjax.generation import mesh as axes
@@ -29,19 +27,6 @@ def test_names_go_where_the_mesh_has_axes(names, drawing, training):
 
     assert trimmed(axes.mesh_spec(names, DRAWING)) == drawing
     assert trimmed(axes.mesh_spec(names, TRAINING)) == training
-
-
-def test_a_name_without_a_rule():
-    with pytest.raises(KeyError, match="colour"):
-        axes.mesh_spec(P("colour"), DRAWING)
-
-
-def test_trees_keep_their_shape():
-    mesh = axes.make_mesh({"data": 1, "model": 1}, jax.devices())
-    assert mesh.axis_types == (AxisType.Auto,) * 2
-    placed = axes.shardings({"a": P(axes.IMAGES), "b": (P(), None)}, mesh)
-    assert placed["a"].spec == P("data") and placed["a"].mesh == mesh
-    assert placed["b"][0].spec == P() and placed["b"][1] is None
 
 
 @pytest.mark.parametrize(

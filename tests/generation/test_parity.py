@@ -2,15 +2,12 @@
 
 import itertools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests import models_under_test as models
 from tests.often import often
 from varjax import policies
-from varjax.core.layers import dense_attention
 from varjax.core.planner import plan_cache
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -79,41 +76,6 @@ def test_cache_content():
     assert stored.sum() > 20
     np.testing.assert_allclose(found[..., :half], arrays["k"][:, :, :, stored], rtol=0, atol=3e-5)
     np.testing.assert_allclose(found[..., half:], arrays["v"][:, :, :, stored], rtol=0, atol=1e-4)
-
-
-def test_keys_and_values_of_all_scales():
-    """The last scale is never stored; its keys and values are compared where they are computed."""
-    arrays = models.fixture("b_k6_sharedaln", "kv_cache")
-    model = models.fixture_model("b_k6_sharedaln")
-    transformer, schedule = model.transformer, model.geometry.schedule
-    scale = schedule.scale_of_token
-    mask = jnp.asarray(scale[:, None] >= scale)
-
-    @jax.jit
-    def run(codec, transformer, tokens, labels):
-        codes = codec.quantizer.teacher_inputs(tokens)
-        context = transformer.encode_condition(labels, guided=True)
-        x = transformer.word_embedding(jnp.tile(codes, (2, 1, 1)))
-        x = jnp.concatenate([context["start"], x], axis=1) + transformer.position_embedding[...]
-        x, stored = transformer.stream(x + transformer.level_embedding[scale]), []
-        for layer in range(model.geometry.num_layers):
-            block = jax.tree.map(lambda a, i=layer: a[i], transformer.blocks)
-            modulation = context["layers"][layer]
-            projection, x = transformer.project(block, modulation, None, x)
-            q, k, v = projection.queries(), projection.keys(), projection.values()
-            attended = dense_attention(q, k, v, mask)
-            x = transformer.post_attention(block, modulation, None, x, attended)
-            stored.append((k, v))
-        return stored
-
-    given = (jnp.asarray(arrays[name]) for name in ("tokens", "labels"))
-    for layer, (k, v) in enumerate(run(model.codec, transformer, *given)):
-        for name, found, limit in (("k", k, 3e-5), ("v", v, 1e-4)):
-            found = np.asarray(found)
-            expected = arrays[name][layer]
-            np.testing.assert_allclose(found[:, :, arrays["pos"]], expected, rtol=0, atol=limit)
-            mean = found.mean((2, 3))
-            np.testing.assert_allclose(mean, arrays[f"{name}_mean"][layer], rtol=0, atol=limit)
 
 
 EVICTIONS = [

@@ -22,8 +22,6 @@ def test_parse():
         ("data=8,data=4", "given twice"),
         ("data=0", "data=0 is no number"),
         ("data=-1", "is no number"),
-        ("data=1.5", "is no number"),
-        ("data=٣", "is no number"),
         ("data=" + "9" * 5000, "is no number"),
     ],
 )

@@ -25,15 +25,6 @@ def features(count: int = 2):
     return models.condition(models.fixture_model(NAME), np.arange(count))
 
 
-@pytest.mark.slow
-def test_features_to_images():
-    model = models.fixture_model(NAME)
-    sampling = model.sampling(cfg=[3.0] * 6)
-    options = dict(text_features=features(), policy="streaming", budget=0.4, sampling=sampling)
-    images = varjax.generate(model, **options)
-    assert images.shape[0] == 2 and images.shape[-1] == 3 and np.isfinite(images).all()
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -57,12 +48,6 @@ def test_what_cannot_work_is_said_before_compiling(given, message, monkeypatch):
     overrides = {name: given.pop(name) for name in drawn if name in given}
     with pytest.raises(UserError, match=message):
         varjax.generate(model, **given, sampling=model.sampling(**overrides))
-
-
-def test_prompts_of_a_class_conditional_model():
-    model = models.fixture_model(models.FAMILIES["var"])
-    with pytest.raises(UserError, match="prompts given: .* draws from labels"):
-        varjax.generate(model, prompts=["a cat"])
 
 
 def test_another_shape_shares_the_weights():

@@ -1,17 +1,14 @@
 """Estimates of what kernels compute and move: formulas against numbers counted by hand, and that
 every kernel has one."""
 
-import ast
 import re
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-import pallas_kernels
 from pallas_kernels import cache_write, estimates, implementations, ragged_attention
 from pallas_kernels.arg_specs import SPECS, ArgSpec
 from tests.pallas_kernels.token_shapes import abstract_token_arguments
@@ -143,27 +140,6 @@ def test_every_kernel_has_an_estimate(kernel, name):
     if own:  # what is stored is written once more, and read no second time
         stored = found["finish_and_store"].bytes - found["finish"].bytes
         assert 0 < stored == found["cache_write"].bytes / 2
-
-
-def calls_of_pallas() -> list:
-    """(file, call) of everything in the package that starts a kernel."""
-    found = []
-    for path in sorted(Path(pallas_kernels.__file__).parent.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                owner = getattr(node.func.value, "id", None)
-                if owner in ("pl", "plgpu", "pltpu") and node.func.attr in (
-                    "pallas_call",
-                    "kernel",
-                ):
-                    found.append(pytest.param(node, id=f"{path.stem}-{node.lineno}"))
-    return found
-
-
-@pytest.mark.parametrize("call", calls_of_pallas())
-def test_every_call_of_pallas_is_named_and_estimated(call):
-    """Also of kernels that the test above does not trace."""
-    assert {"name", "cost_estimate"} <= {keyword.arg for keyword in call.keywords}
 
 
 @pytest.mark.parametrize(("score", "part", "each"), [(0, 0, 4), (1, 0, 9), (1, 1, 12)])

@@ -108,9 +108,10 @@ def test_a_key_of_zeros_stays_finite():
     chex.assert_tree_all_finite(given.queries())
 
 
-def test_quarter_turns_agree():
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quarter_turns_agree(dtype):
     """The one for TPUs is a product with zeros and ones: exact."""
-    x = jax.random.normal(jax.random.key(0), (3, SIZE))
+    x = jax.random.normal(jax.random.key(0), (3, SIZE)).astype(dtype)
     expected = np.stack([-x[:, 1::2], x[:, 0::2]], axis=-1).reshape(3, SIZE)
     chex.assert_trees_all_equal(np.asarray(quarter_turn(x)), expected)
     chex.assert_trees_all_equal(np.asarray(quarter_turn_by_product(x)), expected)

@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels.arg_specs import ArgSpec
 from pallas_kernels.cache_write import tpu as tpu_write
 from pallas_kernels.cache_write.tpu import StoredEntries
-from pallas_kernels.ragged_attention import tpu, tpu_blocks
+from pallas_kernels.ragged_attention import tpu
 from pallas_kernels.ragged_attention.config import TPUConfig
 from pallas_kernels.sample import tpu as tpu_sample
 from pallas_kernels.shared import tpu_projection
@@ -109,18 +109,14 @@ def test_two_cores():
         check_write(run, case.arguments(poison=False))
 
 
-# Tokens of four heads in one block of 8, or in two: the one at work is read next, or the one
-# before.
-SHARING = [replace(SMALL, heads=4, block_size=8, tokens=n, length=n) for n in (2, 4)]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("at_once", often([1], [1, 1024]))
 def test_heads_share_blocks(monkeypatch, at_once):
     """A block is read again when what another head stored in it has arrived; in one grid step and
     in several."""
     monkeypatch.setattr(tpu_projection, "TOKENS_AT_ONCE", at_once)
-    check_write(simulated(tpu_write.write, cores=2), sharing(SHARING[0]))
+    spec = replace(SMALL, heads=4, block_size=8, tokens=2, length=2)  # in one block of 8
+    check_write(simulated(tpu_write.write, cores=2), sharing(spec))
 
 
 def test_sample():
@@ -136,38 +132,11 @@ def test_sample():
 # --- mistakes that the simulator has to see -------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_missing_wait_for_stored_keys_is_seen(monkeypatch):
-    """Without it a group is read before it has arrived."""
-    every = tpu_blocks.Blocks._for_copies
-
-    def start(self, *which):
-        every(self, *which, lambda copy: copy.start())
-
-    # a step waits by the same function: keep starts alone
-    monkeypatch.setattr(tpu_blocks.Blocks, "_start", start)
-    monkeypatch.setattr(tpu_blocks.Blocks, "_for_copies", lambda *_: None)
-    args = replace(SMALL, filling="full").arguments()
-    run = simulated(tpu.attend, return_lse=True, config=SMALL_TILES, stops=False)
-    out, _ = run(*args.attend, args.kv_scale)
-    assert has_races() or not np.isfinite(out).all()
-
-
 def test_a_missing_wait_for_stored_blocks_is_seen(monkeypatch):
     """Without it a block is put together where the last one is still being copied from, and the
     grid step ends with copies under way."""
     monkeypatch.setattr(StoredEntries, "wait_stored", lambda self, buffer: None)
     args = SMALL.arguments(poison=False)
-    found, _ = simulated(tpu_write.write, stops=False)(*args.write, args.kv_scale)
-    expected, _ = write(*args.write, implementation="reference")
-    assert has_races() or not np.array_equal(found, expected)
-
-
-@pytest.mark.slow
-def test_reading_a_shared_block_too_early_is_seen(monkeypatch):
-    """The next head's block, while this one's tokens are on their way into it."""
-    monkeypatch.setattr(StoredEntries, "_is_stored", lambda self, following, *_: following >= 0)
-    args = sharing(SHARING[1])
     found, _ = simulated(tpu_write.write, stops=False)(*args.write, args.kv_scale)
     expected, _ = write(*args.write, implementation="reference")
     assert has_races() or not np.array_equal(found, expected)

@@ -1,20 +1,15 @@
-"""AMS-KV on the device against the host, and online in the engine."""
+"""AMS-KV on the device against the host."""
 
 import dataclasses
-import functools
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import models_under_test as models
 from tests.policies.amskv_cases import DEMO, calibration
 from varjax.core.allocation import Geometry
 from varjax.core.observation import Observation
 from varjax.policies.amskv import AMSKV
-from varjax.policies.amskv_rules import AMSKVScales
-
-# --- device ---
 
 
 class Device:
@@ -103,67 +98,3 @@ def test_threshold_from_a_calibration():
     theta = AMSKV(mode="online", demanding=3).rule("scales").prepare(DEMO, found).theta
     assert (-found.key_discrepancy[:, 1:].mean(1) < theta).sum() == 3
     assert AMSKV(mode="online").rule("scales").prepare(DEMO, None).theta == -1
-
-
-# --- in the engine ---
-
-LABELS, MODEL = np.array([3, 7], np.int32), "b_k6_sharedaln"
-
-
-class Similarities(AMSKVScales):
-    """Online AMS-KV that records the similarities it sees."""
-
-    def init_state(self, geometry, rows):
-        return {
-            "demanding": super().init_state(geometry, rows),
-            "similarity": jnp.zeros((rows, geometry.schedule.num_scales)),
-        }
-
-    def update_state(self, obs):
-        demanding = super().update_state(dataclasses.replace(obs, state=obs.state["demanding"]))
-        seen = obs.state["similarity"].at[:, obs.scale].set(obs.key_similarity)
-        return {"demanding": demanding, "similarity": seen}
-
-    def select(self, obs):
-        return super().select(dataclasses.replace(obs, state=obs.state["demanding"]))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Recording(AMSKV):
-    rules = (Similarities,)
-
-
-@functools.cache
-def run(policy: AMSKV, segments: int = 1):
-    """(results, final cache, plan) of a greedy run."""
-    generator = models.greedy_generator(models.fixture_model(MODEL), policy, segments=segments)
-    return *generator.run_batch(LABELS, np.arange(2)), generator.plan
-
-
-def held(state, plan, row: int, layer: int, head: int) -> np.ndarray:
-    """Sorted positions in the cache when the last scale starts."""
-    entries = (a[-1, layer, head] for a in (plan.ids, plan.start, plan.stop))
-    slots = [b * plan.block_size + np.arange(i, j) for b, i, j in zip(*entries, strict=True)]
-    position = np.asarray(state.position)[row, np.concatenate(slots)]
-    return np.sort(position[position >= 0])
-
-
-@pytest.mark.slow
-def test_online_follows_each_row():
-    """Every row and layer holds what Algorithm 1 makes of the similarities it saw."""
-    geometry = models.fixture_model(MODEL).geometry
-    theta = -0.76
-    _, state, plan = run(Recording(mode="online", cmin=11, cmax=31, theta=theta), models.LAST_ALONE)
-    similarity = np.asarray(state.policy_state["similarity"])
-    below = similarity < theta
-    below[:, :, 0] = False
-    wide = set()
-    for layer, row in np.ndindex(*below.shape[:2]):
-        sizes = plan.policy.sizes(geometry, 1.0)
-        host, capacities = sizes.contents(geometry.schedule.tokens, below[layer, row])
-        wide.add(capacities[-2])
-        for head in range(geometry.num_heads):
-            np.testing.assert_array_equal(
-                held(state, plan, row, layer, head), np.flatnonzero(host[-2])
-            )
-    assert wide == {11, 31}

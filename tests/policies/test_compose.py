@@ -127,11 +127,8 @@ def test_parts_must_serve_the_model(role):
 IDLE = {
     ("allocate", "streaming"): {"sinks": "1"},
     ("allocate", "snapkv"): {"window": "8", "kernel": "3"},
-    ("allocate", "h2o"): {"recent_share": "0.1"},
-    ("allocate", "scalekv"): {"faithful": "true"},
     ("select", "hack"): {"asymmetry": "3"},
     ("select", "headkv"): {"group_after": "9"},
-    ("select", "scalekv"): {"drafters": "2"},
     ("select", "amskv"): {"preset": "d30-table3", "oversize": "fill"},
 }
 EVERY_IDLE = [(*key, *item) for key, arguments in IDLE.items() for item in arguments.items()]
@@ -154,19 +151,3 @@ def test_what_is_not_said():
     assert lines[0].split() == ["parts", "allocate=heatkv,", "select=snapkv"]
     assert Compose().allocator == policy.allocator and Compose().budget == policy.budget
     assert get_policy("compose", None, {"select": "h2o"}).selector.name == "h2o"
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"budget": 1.5}, r"budget=1.5 is outside"),
-        ({"budget": 0.01}, "too small for policy 'snapkv'"),
-        ({"select_recent_share": "2"}, "recent_share=2 is outside"),
-        ({"select": "streaming", "select_sinks": "6"}, "sinks=6: choose 1 to 5"),
-        ({"block_size": "3"}, "power of two"),
-    ],
-)
-def test_parts_check_their_arguments(more, message):
-    with pytest.raises(UserError, match=message):
-        parts = {"allocate": "snapkv", "select": "h2o", "budget": 0.3}
-        plan_cache(DEMO, pair(**{**parts, **more}))

@@ -28,11 +28,6 @@ def test_select_follows_the_method(seed, share, capacity):
         assert kept == keep_by_hand(*arrays, recent, capacity)
 
 
-def test_every_head_has_the_same_capacity():
-    plan = plan_cache(DEMO, policies.H2O(budget=0.1, block_size=1))
-    assert (plan.capacity[5] == 6).all()
-
-
 @pytest.mark.parametrize("share", [-0.1, 1.5])
 def test_wrong_arguments(share):
     with pytest.raises(UserError, match=r"recent_share=.* is outside"):

@@ -99,36 +99,6 @@ def test_newest_tokens_leave_room_for_history(share, recent):
 
 
 @pytest.mark.slow
-def test_regions_and_contents_on_a_real_model():
-    """Heads of one layer get different capacities per image, and hold exactly what their region
-    allows."""
-    model = models.fixture_model("b_k6_sharedaln")
-    policy = policies.HeadKV(budget=0.4, block_size=2)
-    more = {"batch_size": 3, "segments": models.LAST_ALONE}
-    generator = models.greedy_generator(model, policy, **more)
-    _, state = generator.run_batch([3, 7, 1], [0, 1, 2])
-    regions, position = np.asarray(state.regions), np.asarray(state.position)
-    assert (np.sort(regions, -1) == np.arange(4)).all()  # a permutation per layer and row
-    assert (regions != regions[:, :1]).any(), (
-        "all images agree on all heads: the fixture no longer tests per-row regions"
-    )
-    plan = generator.plan
-    protected = plan.allocation.protected
-    for layer, row, head in np.ndindex(regions.shape):
-        region = regions[layer, row, head]
-        table = zip(*(a[-1, layer, region] for a in (plan.ids, plan.start, plan.stop)), strict=True)
-        slots = [b * plan.block_size + o for b, first, last in table for o in range(first, last)]
-        held = position[row, slots]
-        assert len(slots) == plan.capacity[-1, layer, region]
-        assert (held >= 0).all() and len(set(held)) == len(held)
-        assert set(range(protected)) <= set(held)
-        newest = model.geometry.schedule.persistent_tokens - np.arange(
-            1, plan.allocation.recent + 1
-        )
-        assert set(newest) <= set(held)
-
-
-@pytest.mark.slow
 def test_heads_take_their_tokens_along_where_there_is_room_for_all():
     """Nothing has to be chosen when heads change their regions, but everything stored moves."""
     model = models.fixture_model("c_k5_nol2norm")

@@ -15,14 +15,12 @@ from tests.models_under_test import fixture_model
 from tests.often import often
 from tests.ported_weights.conftest import convert_request
 from tests.ported_weights.conversions import assert_same
-from varjax.core import layers
 from varjax.core.errors import UserError
 from varjax.models import registry
 from varjax.storage import checkpoint, parameters
 
 NAMES = ("a_k10", "b_k6_sharedaln", "c_k5_nol2norm")
 LOGITS = 3e-4  # float32 against the original in float32, whose own error is 3.2e-5
-HIDDEN = 2e-4  # outputs of blocks, up to 17 in size
 
 
 def _quiet(request, lines=None):
@@ -61,44 +59,6 @@ def test_teacher_forced_logits(name, fixtures):
         for labels, key in ((data["labels"], "logits"), (null, "logits_null")):
             logits = forward(transformer, labels)[:, data["logit_pos"]]
             chex.assert_trees_all_close(logits, data[key], atol=LOGITS, rtol=0, custom_message=key)
-
-
-def _hidden_states(model, labels, codes):
-    """Input and output of every block, [D + 1, B, L, C], layer by layer."""
-    scale = model.config.schedule.scale_of_token
-    context = model.encode_condition(labels, guided=False)
-    x = jnp.concatenate([context["start"], model.word_embedding(codes)], axis=1)
-    x = x + model.position_embedding[...] + model.level_embedding[scale]
-    states, x = [x], model.stream(x)
-    for i in range(model.config.depth):
-        block = jax.tree.map(lambda leaf, i=i: leaf[i], model.blocks)
-        projection, x = model.project(block, context["layers"][i], None, x)
-        q, k, v = projection.queries(), projection.keys(), projection.values()
-        attended = layers.dense_attention(q, k, v, jnp.asarray(scale[:, None] >= scale[None]))
-        x = model.post_attention(block, context["layers"][i], None, x, attended)
-        states.append(x.settled())
-    return jnp.stack(states)
-
-
-@pytest.mark.parametrize("name", NAMES[1:])
-def test_teacher_inputs(name, fixtures):
-    """Codes, phi convolutions and schedule of the ported tokenizer."""
-    data = np.load(fixtures / name / "forward.npz")
-    codes = jax.jit(lambda quantizer, tokens: quantizer.teacher_inputs(tokens))(
-        fixture_model(name).codec.quantizer, data["tokens"]
-    )
-    chex.assert_trees_all_close(codes, data["x_BLCv_wo_first_l"], atol=3e-5, rtol=0)
-
-
-@pytest.mark.parametrize("name", NAMES[1:])
-def test_hidden_states_of_every_block(name, fixtures):
-    data = np.load(fixtures / name / "forward.npz")
-    with jax.default_matmul_precision("highest"):
-        states = jax.jit(_hidden_states)(
-            fixture_model(name).transformer, data["labels"], data["x_BLCv_wo_first_l"]
-        )[:, :, data["block_pos"]]
-    chex.assert_trees_all_close(states[0], data["block_in"], atol=HIDDEN, rtol=0)
-    chex.assert_trees_all_close(states[1:], data["block_out"], atol=HIDDEN, rtol=0)
 
 
 def test_description(request_for, fixtures):

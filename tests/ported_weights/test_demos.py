@@ -1,22 +1,15 @@
 """The embedded checkpoints, their names, and the PyTorch original of one where it is at hand."""
 
-import json
-
-import chex
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import varjax
 from experiments.evaluation import extractors
 from experiments.judges import Judges
-from ported_weights import convert
-from ported_weights.configurations import PublishedModel
 from varjax.core.errors import UserError
 from varjax.models import registry
 from varjax.models.loading import describe
-from varjax.policies import HeatKV
-from varjax.storage import checkpoint, manifest, parameters
+from varjax.storage import checkpoint, manifest
 from varjax.storage.pictures import to_uint8
 
 
@@ -38,15 +31,6 @@ def test_embedded_checkpoints(name, family, count):
         sampling = {"cfg": 1.5, "top_k": 100, "top_p": 0.95, "more_smooth": False}
         assert content["parameters"] == count and content["sampling"] == sampling
     assert sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) < 12e6
-
-
-def test_the_cache_of_eight_scales_is_twice_the_demos():
-    eight, demo = describe("demo-eight"), describe("demo")
-    # nothing reads the last scale of 8 x 8, so no budget counts it
-    cached = [model.geometry.schedule.total_tokens - 64 for model in (eight, demo)]
-    assert cached == [140, 66]
-    plan = varjax.plan(eight, policy=HeatKV(budget=0.1))  # with its own calibration
-    assert plan.num_bytes(1, "float32") <= 0.1 * varjax.plan(eight).num_bytes(1, "float32")
 
 
 def test_names_of_embedded_checkpoints(tmp_path, monkeypatch):
@@ -71,28 +55,3 @@ def test_pictures_are_of_their_classes(name, least):
     labels = np.arange(44)
     pictures = varjax.generate(model, labels=list(labels), seed=1, batch_size=44)
     assert judges.agreement(to_uint8(pictures), labels).mean() > least
-
-
-@pytest.mark.slow
-def test_the_demo_is_its_original_in_bfloat16(shared_dir, tmp_path):
-    """Its pictures are compared in tests/generation/test_demo_reference.py."""
-    if not (original := shared_dir / "data" / "demo_var_torch").is_dir():
-        pytest.skip("the PyTorch files of the demo are not part of the repository")
-    published = PublishedModel(
-        model="var-custom",
-        source=str(original / "var.pth"),
-        tokenizer_source=str(original / "vae.pth"),
-        config=str(original / "config_var.json"),
-        tokenizer_config=str(original / "config_vae.json"),
-    )
-    convert.convert(published, str(tmp_path / "out"), say=lambda _: None)
-    parts, again = checkpoint.load(tmp_path / "out", registry.CATALOGUE)
-    demo, described = checkpoint.load(checkpoint.embedded("demo", "model.json"), registry.CATALOGUE)
-    for part in ("transformer", "codec"):
-        ours, theirs = (parameters.named(p[part]) for p in (demo, parts))
-        for name in theirs:
-            chex.assert_trees_all_equal(ours[name], theirs[name].astype(jnp.bfloat16))
-    strip = [{k: v for k, v in s.items() if k != "part"} for s in described["sources"]]
-    assert strip == [{k: v for k, v in s.items() if k != "part"} for s in again["sources"]]
-    names = json.loads((original / "classes.json").read_text())["classes"]
-    assert described["class_names"] == names

@@ -13,7 +13,7 @@ from ported_weights.readers import sources
 from ported_weights.tables.registry import RULE_TABLES
 from tests import released_shapes
 from tests.ported_weights.conversions import assert_same
-from tests.ported_weights.infinity_requests import HERE, WEIGHTS, a_request, converted, refused
+from tests.ported_weights.infinity_requests import HERE, WEIGHTS, a_request, refused
 from varjax.codecs import bsq as bsq
 from varjax.core.errors import UserError
 from varjax.models import registry
@@ -125,23 +125,6 @@ def test_length_of_the_unconditional_text():
 
 
 # --- conversion -----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_containers_give_the_same_parameters(tmp_path, torch_zip):
-    """Safetensors in bfloat16; a torch file in float32, nested as trainers save it."""
-    found, described, said = converted(a_request(tmp_path))
-    assert "97 tensors read" in said and "took vae" in said and "739,651 parameters" in said
-    arrays = {n: a.astype(np.float32) for n, a in _tensors().items()}
-    other = torch_zip.save(tmp_path / "infinity_A.pth", {"trainer": {"gpt_fsdp": arrays}})
-    request = a_request(tmp_path, source=str(other), out=str(tmp_path / "again"))
-    again, again_described, said = converted(request)
-    assert "took trainer/gpt_fsdp" in said
-    for part in ("transformer", "codec"):
-        assert_same(found[part], again[part])
-    assert described["dtype"] != again_described["dtype"] == "float32"
-    assert described["sampling"] == {"cfg": 3.0, "tau": 0.5, "top_k": 900, "top_p": 0.97}
-    assert found["transformer"].config.codebook_dim == 16  # left out: the tokenizer says it
 
 
 @pytest.mark.parametrize(

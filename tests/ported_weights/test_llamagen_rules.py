@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import chex
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -13,7 +12,6 @@ from ported_weights.readers import sources
 from tests import models_under_test as models
 from tests.ported_weights import conversions
 from tests.ported_weights.conversions import assert_same
-from varjax.storage import parameters
 
 HERE = models.LLAMAGEN_FIXTURES
 CONFIGS = json.loads((HERE / "configs.json").read_text())
@@ -43,26 +41,6 @@ def one_config(tmp_path, name: str, **changes) -> str:
     path = tmp_path / f"{name}{len(changes)}.json"
     path.write_text(json.dumps({**CONFIGS[name], **changes}))
     return str(path)
-
-
-# --- containers -----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_training_checkpoint(tmp_path, torch_zip):
-    """Weights and their average beside each other: the user says which; the script's arguments, an
-    object of a class, are no obstacle."""
-    arrays = weights()
-    script = torch_zip.Instance(torch_zip.Name("argparse", "Namespace"), {"lr": 0.1})
-    averaged = {n: a / 2 for n, a in arrays.items()}
-    content = {"model": arrays, "ema": averaged, "steps": 10, "args": script}
-    pickled = torch_zip.save(tmp_path / "train.pt", content)
-    refused(tmp_path, "several state dicts: model .25 tensors., ema", source=str(pickled))
-    parts, _, said = converted(tmp_path, source=str(pickled), source_key="ema")
-    expected = parameters.named(models.fixture_model("llamagen_c2i").transformer)
-    found = parameters.named(parts["transformer"])
-    chex.assert_trees_all_close(found, {n: a / 2 for n, a in expected.items()}, rtol=1e-6)
-    assert "took ema" in said
 
 
 # --- what is beside the weights -------------------------------------------------------------------

@@ -25,11 +25,9 @@ from varjax.core.allocation import Geometry
 from varjax.core.errors import UserError
 from varjax.core.planner import plan_cache
 from varjax.core.sampling import Sampling
-from varjax.core.segments import padded_tokens, plan_segments
 from varjax.core.sequence import Schedule
 from varjax.core.state import KVState
 from varjax.generation.generator import Generator
-from varjax.generation.mesh import MeshSpec
 from varjax.policies import POLICIES, get_policy, text_arguments
 from varjax.text.features import TextFeatures
 from varjax.text.prompt_ids import PromptIds
@@ -114,17 +112,6 @@ def test_arguments_of_plan(data):
         check_plan(varjax.plan(**arguments))
 
 
-@given(values, values)
-def test_num_bytes(batch_size, dtype):
-    plan = plan_cache(SMALL, policies.Full())
-    try:
-        found = plan.num_bytes(batch_size, dtype), plan.dense_bytes(batch_size, dtype)
-    except UserError:
-        return
-    state = jax.eval_shape(lambda: KVState.empty(plan, int(batch_size), dtype, "float32"))
-    assert found[0] == state.kv_pool.size * state.kv_pool.dtype.itemsize > 0
-
-
 @given(st.sampled_from(sorted(AXES.keys() - {"rank_dispersion"})), st.data())
 def test_measurements(name, data):
     geometry, policy = SMALL, {"beta": "heatkv", "query_variance": "hack"}.get(name, "scalekv")
@@ -145,16 +132,6 @@ def test_measurements(name, data):
 # --- what plans are made of ---
 
 
-@given(st.data())
-def test_geometry(data):
-    names = [f.name for f in dataclasses.fields(Geometry)]
-    given = {name: getattr(SMALL, name) for name in names} | data.draw(some_of(names))
-    with contextlib.suppress(UserError):
-        found = Geometry(**given)
-        assert found == Geometry(**given) and repr(found) == repr(dataclasses.replace(found))
-        assert all(type(getattr(found, n)) is int for n in names if n != "schedule")
-
-
 @given(values | st.lists(st.tuples(values, st.integers(1, 5)), max_size=3), st.text())
 def test_schedule(maps, text):
     for make, value in ((Schedule, maps), (Schedule.square, maps), (Schedule.parse, text)):
@@ -162,15 +139,6 @@ def test_schedule(maps, text):
             found = make(value)
             assert Schedule.parse(str(found)) == found and hash(found) is not None
             assert sum(found.tokens) == found.total_tokens
-
-
-@given(values, values)
-def test_segments_and_meshes(one, other):
-    with contextlib.suppress(UserError):
-        assert MeshSpec(one, other).num_devices == int(one) * int(other)
-    with contextlib.suppress(UserError):
-        cut = plan_segments(SMALL.schedule, one)
-        assert padded_tokens(cut) >= SMALL.schedule.total_tokens
 
 
 @given(st.data())

@@ -2,7 +2,7 @@
 side of the program that draws, and how weights are arranged for it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -93,14 +93,6 @@ class Build:
             ways = ", ".join(filter(None, ("reference", stepwise)))
             raise UserError(f"attention={reason}: choose {ways} or None")
         return replace(self, decode_dtype=arithmetic.resolve(self.decode_dtype))
-
-    @classmethod
-    def refuse_moved(cls, given: Mapping[str, object]) -> None:
-        """Refuses keywords that `Generator` does not take: `UserError` says if they belong here."""
-        for name in given:
-            if name in {field.name for field in fields(cls)}:
-                raise UserError(f"{name} is part of the build: give build=varjax.Build({name}=...)")
-            raise TypeError(f"Generator.__init__() got an unexpected keyword argument {name!r}")
 
 
 # --- the weights ----------------------------------------------------------------------------------

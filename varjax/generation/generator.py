@@ -80,9 +80,7 @@ class Generator:
         plan: CachePlan | None = None,
         mesh: MeshSpec | None = None,
         build: Build | None = None,
-        **moved: object,
     ):
-        Build.refuse_moved(moved)
         check_model(model)
         self.batch_size = arguments.integer("batch_size", batch_size, 1, arguments.LARGEST_BATCH)
         words = "a varjax.Build, as varjax.Build(layers='scan')"
