@@ -6,6 +6,7 @@ its header can be found wrong. Our own checkpoints have checksums of all files o
 
 import json
 import shutil
+import struct
 
 import numpy as np
 import pytest
@@ -67,6 +68,14 @@ def test_bytes_of_torch_files(tmp_path, torch_file, draw):
     assert found is None or _same(found, ARRAYS)
 
 
+@given(draw=st.data())
+def test_members_of_torch_files(tmp_path, torch_file, draw):
+    """A member that was written anew has a checksum that fits it: then it is another file."""
+    path = tmp_path / "a.pth"
+    path.write_bytes(draw.draw(mutations.damaged_zip(torch_file)))
+    _values(path)
+
+
 _TENSOR = assemble(view("FloatStorage", "0", 12, 0, (3, 4), (4, 1)))
 _WORDS = [
     *(b".", b"}", b"]", b")", b"(", b"t", b"l", b"d", b"u", b"s", b"a", b"e", b"R", b"Q", b"b"),
@@ -88,6 +97,13 @@ def test_programs_of_pickle_operations(tmp_path, words, at_end):
         assert values.size <= 12
 
 
+@given(draw=st.data())
+def test_damaged_pickles(tmp_path, draw):
+    sound = assemble({"w": view("FloatStorage", "0", 12, 2, (2, 3), (4, 1)), "n": [1, (2.5, None)]})
+    pickled = draw.draw(mutations.damaged_bytes(b"\x80\2" + sound + b"."))
+    _values(TorchZip.write(tmp_path / "a.pth", pickled, {"0": bytes(48)}))
+
+
 # --- safetensors ----------------------------------------------------------------------------------
 
 
@@ -100,6 +116,17 @@ def test_bytes_of_safetensors(tmp_path, draw):
         found = tensor.read()
         assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype), name
         assert found.nbytes <= len(sound) + 100
+
+
+@given(draw=st.data())
+def test_headers_of_safetensors(tmp_path, draw):
+    sound = save(ARRAYS)
+    (size,) = struct.unpack("<Q", sound[:8])
+    header = draw.draw(mutations.damaged_json(json.loads(sound[8 : 8 + size])))
+    text = json.dumps(header, ensure_ascii=draw.draw(st.booleans())).encode(errors="replace")
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + sound[8 + size :])
+    _values(path)
 
 
 @given(draw=st.data())
