@@ -51,7 +51,8 @@ jax.config.update("jax_default_matmul_precision", "highest")  # parity with CPU 
 # Tracing makes and drops millions of objects: looking for cycles as often as Python does by default
 # would be a seventh of all time.
 gc.set_threshold(100_000, 50, 100)
-_limit, MORE = 3 << 30, 1 << 30  # bytes of a worker process
+MORE, MOST = 1 << 30, 6 << 30  # bytes of a worker process
+_limit = 3 << 30
 
 
 def pytest_addoption(parser):
@@ -100,14 +101,14 @@ def optimized():
 def programs_are_forgotten():
     """Compiled programs do not pile up in a worker: when it has become large, all go. Until then
     small ones serve other modules as well. Little of the memory goes back to the system, so that
-    the next time is when the worker has grown by `MORE`."""
+    the next time is when the worker has grown by `MORE`, or is as large as `MOST`."""
     yield
     global _limit
     if _resident_bytes() > _limit:
         jax.clear_caches()
         gc.collect()
         gc.freeze()
-        _limit = _resident_bytes() + MORE
+        _limit = min(_resident_bytes() + MORE, MOST)
 
 
 def _resident_bytes() -> int:

@@ -97,7 +97,8 @@ def page_text() -> str:
     calibration = load_calibration(path, geometry) if path else None
     print(f"drawing {len(report['cells'])} cells", file=sys.stderr, flush=True)
     full = samples[tables.FULL]
-    pixels = len(samples) * full.shape[1] * full.shape[2]
+    sets = sum(array.ndim == full.ndim for array in samples.values())  # without what heads kept
+    pixels = sets * full.shape[1] * full.shape[2]
     count = IMAGES.value or max(1, PICTURE_LIMIT // pixels)
     return page.build(report, samples, geometry, calibration, min(count, len(full)))
 

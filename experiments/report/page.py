@@ -93,7 +93,7 @@ def _tiles(cell: dict, samples: dict[str, np.ndarray], count: int) -> Iterator[d
 def _kept(report: dict, samples: dict[str, np.ndarray]) -> Iterator[tuple[dict[str, str], str]]:
     """Yield (policy and budget, picture) of what heads kept in each cell that tells it."""
     for cell in report["cells"]:
-        picture = samples.get(f"{cell.get('samples')}/{tables.KEPT}")
+        picture = samples.get(f"{tables.KEPT}/{cell.get('samples')}")
         if picture is not None:
             budget = {} if cell["budget"] is None else {"budget": f"{cell['budget']:g}"}
             yield {"policy": cell["label"]} | budget, data_uri(picture)

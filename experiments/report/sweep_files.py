@@ -37,7 +37,7 @@ def read_sweep(folder: pathlib.Path) -> tuple[dict, dict[str, np.ndarray], Geome
         geometry = check_report(report)
         name = SAMPLES
         done = [cell["samples"] for cell in report["cells"] if cell["status"] == "done"]
-        maps = [f"{key}/{tables.KEPT}" for key in done]
+        maps = [f"{tables.KEPT}/{key}" for key in done]
         samples = npz.load(folder / SAMPLES, {tables.FULL, *done, *maps})
         check_samples(report, samples)
     except OSError as error:
@@ -93,10 +93,11 @@ def check_samples(report: dict, samples: dict[str, np.ndarray]) -> None:
         found, full = samples[name], samples[tables.FULL]
         if found.dtype != np.uint8 or found.ndim != 4 or found.shape[-1] != 3 or not found.size:
             raise Damaged(f"{name} is {found.dtype} {found.shape}, no uint8 images are there")
-        kept = samples.get(f"{name}/{tables.KEPT}", found[0])
-        if kept.dtype != np.uint8 or kept.ndim != 3 or kept.shape[-1] != 3 or not kept.size:
-            raise Damaged(f"{name}/{tables.KEPT} is {kept.dtype} {kept.shape}, no picture")
-        if max(found.shape[1:3] + kept.shape[:2]) > LARGEST_SIDE:
+        kept = samples.get(f"{tables.KEPT}/{name}", found[0])
+        is_picture = kept.dtype == np.uint8 and kept.ndim == 3 and kept.shape[-1] == 3 and kept.size
+        if not is_picture or max(kept.shape) > LARGEST_SIDE:
+            raise Damaged(f"{tables.KEPT}/{name} is {kept.dtype} {kept.shape}, no picture")
+        if max(found.shape[1:3]) > LARGEST_SIDE:
             raise Damaged(f"{name} has shape {found.shape}: sides are at most {LARGEST_SIDE}")
         if found.shape != full.shape:
             raise Damaged(f"{name} has shape {found.shape}, {full.shape} is expected")

@@ -35,7 +35,7 @@ import numpy as np
 
 from experiments import batch_files, judges, parts, processes
 from experiments.cli import command_line
-from experiments.cli.flags import CommandFlags
+from experiments.cli.flags import CommandFlags, about
 from experiments.flags.condition import ConditionFlags
 from experiments.flags.distributed import DistributedFlag
 from experiments.flags.model import ModelFlags
@@ -138,11 +138,12 @@ def resolve() -> Sweep:
 
 
 def _save_kept(cells: Sequence[Cell], devices: int) -> bool:
+    """Return --save_kept; `UserError` where it cannot be done."""
     deciding = [c.label for c in cells if c.plan and not c.plan.static_content]
     if SAVE_KEPT.value and devices > 1 and deciding:
-        raise UserError(
-            f"--save_kept: several devices do not tell what {deciding[0]} decided: leave out --mesh"
-        )
+        with about(SAVE_KEPT):
+            words = f"several devices do not tell what {deciding[0]} decided"
+            raise UserError(f"{words}: leave it out, or --distributed")
     return SAVE_KEPT.value
 
 

@@ -5,6 +5,7 @@ Letters: N images, L tokens, K scales.
 """
 
 import contextlib
+import dataclasses
 import functools
 import pathlib
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ from varjax.models.model import Model
 from varjax.storage.pictures import to_uint8
 
 REFERENCE_LOGITS = 2**30  # bytes of the full cache's logits that are kept in host memory
+MOST_LAYERS = 8  # in a picture of what heads kept
 TIMED_RUNS = 2  # at least so many runs of a program after its first
 
 
@@ -77,10 +79,7 @@ class CellRunner:
         """Return the program of a cell. The full cache is never compressed."""
         sweep, program = self.sweep, self.sweep.program
         kv_dtype = program.dtype if cell is sweep.full else program.kv_dtype
-        keep = {"keep_logits": True}
-        if sweep.save_kept and not cell.plan.static_content and cell is not sweep.full:
-            keep["keep_contents"] = True
-        found = sweep.generator(self.model, cell.plan, kv_dtype, **keep)
+        found = sweep.generator(self.model, cell.plan, kv_dtype, keep_logits=True)
         first = np.zeros(sweep.batch_size, np.int32)  # programs depend on shapes only
         found.compile(sweep.condition.take(first), self._unused[first])
         timing = found.timing
@@ -215,9 +214,8 @@ class CellRunner:
             mine, full = (to_uint8(a) for a in (results.pop("images"), reference["images"][index]))
             close |= sweep.judges.numbers(full, mine, sweep.condition.numbers[index])
             kept += [mine[: max(0, sweep.samples - int(index[0]))]]
-            if sweep.save_kept and not maps:  # of the first image
-                held = of_image(cell.plan, results.get("contents"))
-                maps[KEPT] = kept_picture(cell.plan, held, mine[0])
+            if sweep.save_kept and not maps:
+                maps[KEPT] = self._picture_of_kept(cell, mine[0])
             results.clear()  # or its logits would stay in memory beside the forced ones
             first, kept_logits = int(index[0]), self._kept
             if (logits := kept_logits.get(first)) is None:
@@ -237,6 +235,22 @@ class CellRunner:
         self.keep(cell, row, {"samples": np.concatenate(kept), **maps, **numbers})
         shown = (f"{m.column} {m.show(close[key])}" for key, m in METRICS.items() if key in close)
         say(f"  {', '.join(shown)}")
+
+    def _picture_of_kept(self, cell: Cell, image: np.ndarray) -> np.ndarray:
+        """Return what heads kept of the first image, uint8 [height, width, 3], of some layers if
+        there are many. A program for it alone tells what a policy decides: that of the cell is
+        timed, and its batch might not fit into memory with all that was ever held."""
+        contents, sweep = None, self.sweep
+        if not cell.plan.static_content:
+            alone = dataclasses.replace(sweep, batch_size=1).generator(
+                self.model, cell.plan, sweep.program.kv_dtype, keep_contents=True
+            )
+            first = sweep.condition.take(np.zeros(1, np.int32))
+            ((_, results),) = alone.batches(first, seed=sweep.seed)
+            contents = results["contents"]
+        depth = cell.plan.geometry.num_layers
+        layers = np.linspace(0, depth - 1, min(depth, MOST_LAYERS)).round().astype(int)
+        return kept_picture(cell.plan, of_image(cell.plan, contents), image, layers.tolist())
 
 
 def describe_cell(cell: Cell, generator: Generator) -> dict:

@@ -92,8 +92,8 @@ class Sweep(Generation):
 
     def describe(self) -> dict:
         """Return what decides the results of every cell, as JSON data."""
-        own = {"samples": self.samples, "calibration": self.calibration_digest}
-        own |= {"save_kept": True} if self.save_kept else {}
+        own = {"samples": self.samples, "save_kept": self.save_kept}
+        own |= {"calibration": self.calibration_digest}
         return super().describe() | own | self.judges.describe()
 
 

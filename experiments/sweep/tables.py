@@ -112,14 +112,14 @@ def per_image(results: dict[str, dict]) -> dict[str, dict[str, np.ndarray]]:
 def samples(found: dict, results: dict[str, dict]) -> dict[str, np.ndarray]:
     """Return the arrays of samples.npz: `labels` int [n], uint8 [n, H, W, 3] for `full` and each
     cell, and `CELL/METRIC` float [N]: of all N images, of which n are shown. With --save_kept
-    `CELL/kept` uint8 [height, width, 3]: what heads kept of the first. found: the `frame`."""
+    `kept/CELL` uint8 [height, width, 3]: what heads kept of the first. found: the `frame`."""
     settings, numbers = found["settings"], per_image(results)
     labels = np.array(settings["labels"][: settings["samples"]], np.int64)
     keys = list({cell["samples"]: None for cell in found["cells"] if "samples" in cell})
     pictures = {FULL: results[found["reference"]]["samples"]}
     pictures |= {key: results[key]["samples"] for key in keys}
     every = {f"{key}/{name}": a for key in keys for name, a in numbers.get(key, {}).items()}
-    every |= {f"{key}/{KEPT}": results[key][KEPT] for key in keys if KEPT in results[key]}
+    every |= {f"{KEPT}/{key}": results[key][KEPT] for key in keys if KEPT in results[key]}
     return {"labels": labels, **pictures, **every}
 
 

@@ -106,11 +106,11 @@ def test_intervals_are_shown(sweep):
     assert "[20.00, 22.00]" in found.texts and "best" in found.texts
     assert "is defined below the table.\nBars are 95 % intervals" in text
     assert found.tags.count("table") == 2 and "What heads kept" not in text
-    samples["c1/kept"] = np.arange(90, dtype=np.uint8).reshape(5, 6, 3)
+    samples["kept/c1"] = np.arange(90, dtype=np.uint8).reshape(5, 6, 3)
     text = page.build(report, samples, geometry, None, 1)
     *_, shown = (r for r in check_self_contained(text).resources if r.startswith("data:image"))
     assert "What heads kept" in text
-    np.testing.assert_array_equal(pixels(shown), samples["c1/kept"])
+    np.testing.assert_array_equal(pixels(shown), samples["kept/c1"])
     (psnr, *others) = charts.fidelity(tables.rows(report)[1:])
     assert len(psnr.to_dict()["layer"]) == 3 and len(others[0].to_dict()["layer"]) == 2
 

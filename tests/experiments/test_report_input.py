@@ -72,7 +72,7 @@ def test_damaged_reports_are_refused(call, sweep, tmp_path, keys, value, message
         ({"full": None}, "the array full is missing"),
         ({"full": np.zeros((2, 16), np.uint8)}, "full is uint8 (2, 16)"),
         ({"c2": np.zeros((1, 16, 16, 3), np.uint8)}, "c2 has shape"),
-        ({"c2/kept": np.zeros((16, 16), np.uint8)}, "c2/kept is uint8 (16, 16)"),
+        ({"kept/c2": np.zeros((16, 16), np.uint8)}, "kept/c2 is uint8 (16, 16)"),
         ({"full": np.zeros((2, 1, 17000, 3), np.uint8)}, "full has shape (2, 1, 17000, 3): sides"),
     ],
 )

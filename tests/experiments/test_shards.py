@@ -197,7 +197,7 @@ def test_other_flags_and_other_divisions_are_refused_at_the_start(call, checkpoi
 @pytest.mark.slow
 def test_sweep_in_parts_is_one_sweep(call, checkpoint, tmp_path):
     flags = (checkpoint, "--policies=swa,streaming:sinks=1", "--budgets=0.4,0.6", "--num_images=3")
-    flags += ("--batch_size=2", "--samples=2", "--segments=1")
+    flags += ("--batch_size=2", "--samples=2", "--segments=1", "--save_kept")
     out, whole = tmp_path / "out", tmp_path / "whole"
     for shard in ("1/2", "0/2"):
         assert call("sweep", *flags, f"--shard={shard}", f"--out={out}")[0] == 0

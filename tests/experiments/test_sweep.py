@@ -103,7 +103,7 @@ def test_table_files_and_resumption(call, checkpoint, tmp_path, monkeypatch, req
         assert samples["labels"].tolist() == [3, 7]
         plan, (first, *_) = plans["swa", 0.05], samples[small["samples"]]
         wanted = kept.kept_picture(plan, kept.of_image(plan, None), first)
-        np.testing.assert_array_equal(samples[f"{small['samples']}/kept"], wanted)
+        np.testing.assert_array_equal(samples[f"kept/{small['samples']}"], wanted)
         numbers = samples[f"{small['samples']}/psnr"]  # of all images
         assert numbers.shape == (3,) and numbers.mean() == pytest.approx(small["fidelity"]["psnr"])
         rows = list(csv.DictReader(table))
@@ -129,7 +129,7 @@ def test_what_a_policy_decided_is_told(call, checkpoint, tmp_path):
     assert call("run", *flags, *run)[0] == 0
     (cell,) = report_of(tmp_path / "sweep")["cells"]
     with np.load(tmp_path / "sweep" / "samples.npz") as samples:
-        found = samples[f"{cell['samples']}/kept"]
+        found = samples[f"kept/{cell['samples']}"]
     np.testing.assert_array_equal(found, np.asarray(Image.open(tmp_path / "run" / "kept.png")))
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from ported_weights import rules
 from ported_weights.configurations import PublishedModel
 from ported_weights.readers import files, pickle_program
 from ported_weights.readers.files import TorchFile, tensors
@@ -53,6 +54,9 @@ LONG = b"x" * 5_000_000
 LONG_NAMES = {
     "key": b"}X" + struct.pack("<I", len(LONG)) + LONG + b"Ns.",
     "global": b"c" + LONG + b"\nname\n.",
+    "instance": b"(i" + LONG + b"\nname\n.",
+    "number": b"I" + LONG + b"\n.",
+    "encoding": b"S" + LONG + b"\n.",
 }
 
 
@@ -156,7 +160,9 @@ HEADERS = {
     "overlapping": json.dumps({"a": _entry([4], 0, 16), "b": _entry([2], 0, 8)}),
     "gap": json.dumps({"a": _entry([1], 0, 4), "b": _entry([1], 12, 16)}),
     "large_side": json.dumps({"a": _entry([2**63, 2], 0, 16)}),
+    "larger_side": json.dumps({"a": _entry([2**80], 0, 16)}),
     "negative_side": json.dumps({"a": _entry([-4], 0, 16)}),
+    "negative_place": json.dumps({"a": _entry([4], -16, 0)}),
     "beyond_the_file": json.dumps({"a": _entry([2**40], 0, 2**42)}),
     "sides_and_bytes_differ": json.dumps({"a": _entry([5], 0, 16)}),
     "unknown_type": json.dumps({"a": _entry([4], 0, 16, "F33")}),
@@ -219,6 +225,22 @@ def test_half_a_character_is_refused_at_the_door(tmp_path, torch_zip):
 
 class Classes:
     num_classes = 1
+
+
+# --- names of tensors -----------------------------------------------------------------------------
+
+
+class _Lazy:
+    shape, dtype = (1,), np.dtype("f4")
+
+
+@pytest.mark.parametrize("digits", ["²", "٣", "9" * 1000])
+def test_digits_that_are_none(digits):
+    """Python's \\d and isdigit know more digits than those of ASCII."""
+    table = [rules.Take(r"blocks\.(\d+)\.w", r"w", stack=1)]
+    name = f"blocks.{digits}.w"
+    with pytest.raises(UserError, match=rf"surplus: {name}"):
+        rules.check(table, {name: _Lazy()}, {"w": np.zeros((5, 1), "f4")})
 
 
 def test_members_that_share_bytes(tmp_path):

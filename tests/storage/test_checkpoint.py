@@ -219,6 +219,7 @@ ABSENT = object()
 _RECORD = {"size": 3, "crc32": "00000000"}
 ENTRIES = {  # ABSENT: without the entry
     "version": ({"format_version": 2}, "format version 2, this varjax reads version 1"),
+    "true_version": ({"format_version": True}, "format version True"),
     "family": ({"family": "vrr"}, "unknown family 'vrr', known are var"),
     "no_transformer": ({"transformer": ABSENT}, "entry 'transformer' is missing"),
     "schedule": ({"schedule": [[1, 1], [2, 2]]}, "inconsistent: schedule"),
@@ -238,6 +239,7 @@ ENTRIES = {  # ABSENT: without the entry
     "no_checksums": ({"files": {}}, "damaged or incomplete: there is no checksum of"),
     "other_classes": ({"num_classes": 10**12}, "inconsistent: num_classes 1000000000000 but .* 3"),
     "dtype": ({"dtype": "x"}, "dtype: 'x' in the description, float32 in the"),
+    "true_count": ({"parameters": True}, "parameters: True in the description"),
     "sources": ({"sources": 3}, "entry 'sources' is missing or malformed"),
     "count": ({"parameters": 7}, "describes: parameters: 7 in the description, [0-9]+ in the"),
 }

@@ -79,6 +79,23 @@ def test_refused(tmp_path, case):
     assert "\n" not in str(refused.value) and "f.npz" in str(refused.value)
 
 
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_other_ways_to_pack_are_refused(tmp_path, method):
+    _zip(tmp_path / "f.npz", [("a.npy", _npy(np.zeros(3)))], method)
+    with pytest.raises(UserError, match="NumPy does not use"):
+        npz.load(tmp_path / "f.npz", ["a"])
+
+
+def test_out_of_memory_is_one_message(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise MemoryError
+
+    np.savez(tmp_path / "f.npz", **ARRAYS)
+    monkeypatch.setattr(np.lib.format, "read_array", full)
+    with pytest.raises(UserError, match="f.npz .*: MemoryError"):
+        npz.load(tmp_path / "f.npz", ["a"])
+
+
 @pytest.mark.parametrize("read", [lambda path: npz.load(path, ["a"]), read_json])
 def test_only_ordinary_files_are_opened(tmp_path, read):
     (tmp_path / "large").write_bytes(b"12345")

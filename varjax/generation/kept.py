@@ -26,7 +26,7 @@ from varjax.storage import pictures
 DROPPED = np.array([20, 33, 61], np.float32)  # the colour of tokens that are not kept
 BETWEEN = 170  # the grey between token maps
 LEAST = 0.1  # of the picture that is seen through them
-SMALLEST, LARGEST, WIDTH = 16, 96, 4000  # pixels of a token map's height, and of all about at most
+SMALLEST, LARGEST, WIDTH = 16, 96, 4000  # pixels of a token map's width, and of all about at most
 MARGIN, LINE, GAP = 52, 14, 2  # pixels of the labels, and between token maps
 
 
@@ -201,7 +201,7 @@ def picture(
     layers = range(keep.shape[1]) if layers is None else layers
     heads, shown = keep.shape[2], maps[: max(1, len(maps) - 1)]
     side = min(max(WIDTH // (heads * len(shown)), SMALLEST), LARGEST)
-    behind = pictures.fit_picture(image, (side, -(-side * image.shape[1] // image.shape[0])))
+    behind = pictures.fit_picture(image, (-(-side * image.shape[0] // image.shape[1]), side))
     (height, width), strip = behind.shape[:2], len(shown) * (behind.shape[1] + GAP) + 3 * GAP
     rows = np.full((len(layers), height + GAP, heads, strip, 3), BETWEEN, np.uint8)
     share, start = _share(keep[:, layers], np.array(drawn)), 0

@@ -75,7 +75,7 @@ def read_manifest(folder: Path, families: Mapping[str, Family]) -> dict:
     maps = list(map(list, transformer.token_maps))
     for name, value in {"schedule": maps, "num_classes": transformer.num_classes}.items():
         given = content.get(name, 0)  # no classes, no entry
-        if given != value:
+        if repr(given) != repr(value):  # true is not 1
             raise UserError(
                 f"{file} is inconsistent: {name} {str(given)[:200]} but the transformer's"
                 f" configuration says {str(value)[:200]}"
@@ -108,7 +108,7 @@ def described(file: Path) -> dict:
     if not isinstance(content, dict):
         raise UserError(f"{file} is damaged: it must hold a JSON object")
     version = content.get("format_version")
-    if version != FORMAT_VERSION:
+    if isinstance(version, bool) or version != FORMAT_VERSION:
         raise UserError(
             f"{file} has format version {version!r:.60}, this varjax reads version"
             f" {FORMAT_VERSION}: convert the PyTorch files again with `python -m ported_weights`"

@@ -11,6 +11,8 @@ import sys
 import jax
 import numpy as np
 
+from experiments.aot import kernels
+from experiments.aot.hlo import Module
 from experiments.training import session
 from experiments.training.mesh import TrainingMesh
 from experiments.training.var_trainer import VARStage
@@ -44,6 +46,20 @@ def check_divided(stage, state) -> None:
     assert mine < 0.3 * whole, (mine, whole)
 
 
+def check_exchanges(stage, state, n) -> None:
+    """Parameters and gradients, no activations: by itself the compiler gathers over 20 times the
+    parameters."""
+    chosen, mirrored = stage.pictures(n)
+    pictures = stage.data.train[mirrored.astype(int), chosen], stage.data.train_labels[chosen]
+    given = *stage.spread(*pictures), stage.everywhere(stage.key(n))
+    lowered = type(stage)._train.lower(stage, state, stage._quantizer, *given)
+    sums = {"all-gather": 0}
+    for row in kernels.exchanged(Module.parse(lowered.compile().as_text())):
+        sums[row["kind"]] = sums.get(row["kind"], 0) + row["bytes"]
+    size = sum(a.nbytes for a in jax.tree.leaves(state["params"]))
+    assert size <= sums.pop("all-gather") <= 4 * size and sum(sums.values()) < 3 * size, sums
+
+
 def main(folder: pathlib.Path) -> None:
     assert len(jax.devices()) == 8
     every = {"log_every": 1, "checkpoint_every": 10, "validate_every": STEPS}
@@ -63,6 +79,8 @@ def main(folder: pathlib.Path) -> None:
     def watched(self, state, n):
         if self.mesh == EIGHT:
             check_divided(self, state)
+            if n == 0:
+                check_exchanges(self, state, n)
         if killed and n == DIES:
             raise Killed
         return step(self, state, n)
