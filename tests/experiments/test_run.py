@@ -112,13 +112,6 @@ def test_a_policy_of_my_own(call, checkpoint, tmp_path):
             del policies.POLICIES[name]
 
 
-def test_existing_folder_is_kept(call, checkpoint, tmp_path):
-    (tmp_path / "mine.txt").write_text("precious")
-    status, _, err = call("run", checkpoint, f"--out={tmp_path}")
-    assert status == 2 and "--overwrite" in err
-    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
-
-
 BAD = [
     (("--policy=headvk",), "headvk"),
     (("--policy=headkv", "--budget=0"), "outside (0, 1]"),

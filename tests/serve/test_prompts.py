@@ -79,17 +79,8 @@ def test_a_prompts_pictures(model, client):
         assert (found[0] != found[1]).any()
 
 
-@pytest.mark.parametrize(
-    "body, param, words",
-    [
-        ({"class": 1}, "class", "give prompt"),
-        ({"prompt": "a" * 4001}, "prompt", "at most 4000"),
-        ({"prompt": 3}, "prompt", ""),
-    ],
-    ids=["class", "long", "number"],
-)
-def test_what_is_no_prompt(client, body, param, words):
-    answer = client.post("/v1/images/generations", json=body)
-    assert answer.status_code == 422
+def test_a_class_is_no_prompt(client):
+    answer = client.post("/v1/images/generations", json={"class": 1})
     error = answer.json()["error"]
-    assert error["param"] == param and words in error["message"], error
+    assert answer.status_code == 422 and error["param"] == "class", error
+    assert "give prompt" in error["message"]

@@ -15,7 +15,6 @@ from experiments.cli.command_line import run
 from experiments.cli.flags import GONE, CommandFlags
 from tests.often import often
 from varjax import __version__
-from varjax.core.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = '''
@@ -265,16 +264,6 @@ def test_any_text_is_printed(environment):
     found = subprocess.run(command, env=environment, capture_output=True)
     expected = b"1 0.25 3 full True\nL\\xf6we \\udcff\n"
     assert (found.returncode, found.stdout) == (0, expected), found.stderr
-
-
-def test_required_flag_is_named():
-    own = CommandFlags()
-    own.string("out", None, "where to write", required=True)
-    own.string("source", None, "what to read", required=True)
-    with pytest.raises(UserError, match=r"--out is required \(where to write\).*--help") as refused:
-        own.parse(["needy"])
-    assert "--source is required (what to read)" in str(refused.value)
-    own.parse(["needy", "--out=a", "--source=b"])
 
 
 # --- what surrounds a command ---
