@@ -204,7 +204,6 @@ class BatchStore:
         return [gap[i : i + size] for gap in gaps for i in range(0, len(gap), size)]
 
     def finished(self, series: str) -> int:
-        """Return how many images of a series are stored."""
         return sum(map(len, self._files[series].values()))
 
     def add(self, series: str, index: np.ndarray, results: dict[str, np.ndarray]) -> None:
@@ -264,7 +263,6 @@ class FileFlags:
 
     @property
     def path(self) -> pathlib.Path | None:
-        """The file; None if the flag is not given."""
         return pathlib.Path(self._file.value) if self._file.value else None
 
     def check(self) -> pathlib.Path | None:
@@ -288,7 +286,6 @@ class FolderFlags:
 
     @property
     def path(self) -> pathlib.Path | None:
-        """The folder; None if the flag is not given."""
         return None if self._out.value is None else pathlib.Path(self._out.value)
 
     def open(

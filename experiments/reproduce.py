@@ -94,7 +94,6 @@ class Step:
         return self.out.is_file() or any((self.out / name).is_file() for name in names)
 
     def line(self) -> str:
-        """Return the command as a user types it."""
         return f"python -m experiments.{self.command} {shlex.join(self.arguments)}"
 
     def run(self) -> int:
@@ -140,7 +139,6 @@ def _flags(given: dict) -> list[str]:
 
 
 def folders(recipe: Recipe, out: Path) -> dict[str, Path]:
-    """Return {row: its folder}."""
     words = lambda row: re.sub(r"\W+", "-", row).strip("-").lower()  # noqa: E731
     return {row: out / f"{i:02d}-{words(row)}" for i, row in enumerate(recipe.content["rows"], 1)}
 
