@@ -254,12 +254,10 @@ class FileFlags:
         default: str | None = None,
         required: bool = False,
     ):
-        self._file = flags.string(name, default, help)
+        self._file = flags.string(name, default, help, required=required)
         self._overwrite = flags.boolean(
             "overwrite", False, f"Replace the --{name} file if it exists."
         )
-        if required:
-            flags.require(name)
 
     @property
     def path(self) -> pathlib.Path | None:

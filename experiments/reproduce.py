@@ -59,8 +59,7 @@ WHERE = {  # files in the working folder that rows name
 FLAGS = CommandFlags(
     "--recipe=learned-demo --dry_run", "recipe checkpoint reference inception rows out dry_run"
 )
-RECIPE = FLAGS.string("recipe", None, f"The table: {', '.join(recipes.names())}.")
-FLAGS.require("recipe")
+RECIPE = FLAGS.string("recipe", None, f"The table: {', '.join(recipes.names())}.", required=True)
 CHECKPOINT = FLAGS.string("checkpoint", None, "Checkpoint of a model of the table.")
 PROMPTS = FLAGS.string("prompts", None, "The table's prompts, for every row.")
 REFERENCE = FLAGS.string("reference", None, "Pictures or statistics of the table's reference.")
