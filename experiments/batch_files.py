@@ -111,7 +111,6 @@ class Series:
 
     @property
     def made(self) -> range:
-        """The images that are made here."""
         return range(self.count) if self.images is None else self.images
 
     def check(self, start: int, arrays: Mapping[str, np.ndarray]) -> None:

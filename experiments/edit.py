@@ -53,7 +53,7 @@ FLAGS = CommandFlags(
     "image mask labels prompts policy budget checkpoint seed out",
     compiles=True,
 )
-IMAGE = FLAGS.string("image", None, "The picture: a PNG, JPEG or WebP file.")
+IMAGE = FLAGS.string("image", None, "The picture: a PNG, JPEG or WebP file.", required=True)
 MASK = FLAGS.string(
     "mask",
     None,
@@ -88,7 +88,6 @@ CONDITION = ConditionFlags(FLAGS)
 SAMPLING = SamplingFlags(FLAGS)
 PROGRAM = ProgramFlags(FLAGS)
 OUT = FolderFlags(FLAGS)
-FLAGS.require("image")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -308,7 +307,7 @@ def main(argv: list[str]) -> None:
     edit = edit.encoded()
     model = edit.load_model()
     with store.working():
-        generator = edit.generator(model, edit.plan, edit.program.kv_dtype, keep_logits=False)
+        generator = edit.generator(model, edit.plan, edit.program.kv_dtype)
         edited = draw(edit, generator)
         report = write_edit(edit, edited, generator, store)
     same = report["tokens_of_the_picture"]

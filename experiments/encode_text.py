@@ -30,7 +30,9 @@ FLAGS = CommandFlags(
     "checkpoint prompts save",
     compiles=True,
 )
-CHECKPOINT = FLAGS.string("checkpoint", None, "Checkpoint with a text encoder, or an encoder.")
+CHECKPOINT = FLAGS.string(
+    "checkpoint", None, "Checkpoint with a text encoder, or an encoder.", required=True
+)
 PROMPTS = PromptFlags(FLAGS)
 DTYPE = dtype_flag(FLAGS, None, "the weights")
 BATCH_SIZE = batch_size_flag(FLAGS, 8, "Texts per program call.")
@@ -41,7 +43,6 @@ LONGEST = FLAGS.integer(
     lower_bound=1,
 )
 SAVE = FileFlags(FLAGS, "save", "The file to write.", required=True)
-FLAGS.require("checkpoint")
 
 
 def max_length(checkpoint: str) -> int:

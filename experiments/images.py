@@ -64,10 +64,10 @@ def save_grid(
 def save_samples_npz(
     path: str | os.PathLike,
     images: UInt8[np.ndarray, "N H W 3"],
-    labels: Sequence[int] | np.ndarray | None = None,
+    labels: Sequence[int] | np.ndarray,
     order: Sequence[int] | np.ndarray | None = None,
 ) -> None:
-    """Writes `arr_0` (images) and `arr_1` (int64 [N] class labels; left out if None) as `.npz`.
+    """Writes `arr_0` (images) and `arr_1` (int64 [N] class labels) as `.npz`.
 
     The ADM evaluation code reads this layout. Its Inception score depends on the order of images.
 
@@ -75,7 +75,7 @@ def save_samples_npz(
       (int64 [N]), and images are read one by one.
     """
     numbers = np.asarray(range(len(images)) if order is None else order, np.int64)
-    arrays = {} if labels is None else {"arr_1": np.asarray(labels, np.int64)[numbers]}
+    arrays = {"arr_1": np.asarray(labels, np.int64)[numbers]}
     if order is not None:
         arrays["numbers"] = numbers
     with new_file(path) as file, zipfile.ZipFile(file, "w") as archive:

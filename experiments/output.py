@@ -204,7 +204,6 @@ class BatchStore:
         return [gap[i : i + size] for gap in gaps for i in range(0, len(gap), size)]
 
     def finished(self, series: str) -> int:
-        """Return how many images of a series are stored."""
         return sum(map(len, self._files[series].values()))
 
     def add(self, series: str, index: np.ndarray, results: dict[str, np.ndarray]) -> None:
@@ -255,16 +254,13 @@ class FileFlags:
         default: str | None = None,
         required: bool = False,
     ):
-        self._file = flags.string(name, default, help)
+        self._file = flags.string(name, default, help, required=required)
         self._overwrite = flags.boolean(
             "overwrite", False, f"Replace the --{name} file if it exists."
         )
-        if required:
-            flags.require(name)
 
     @property
     def path(self) -> pathlib.Path | None:
-        """The file; None if the flag is not given."""
         return pathlib.Path(self._file.value) if self._file.value else None
 
     def check(self) -> pathlib.Path | None:
@@ -288,7 +284,6 @@ class FolderFlags:
 
     @property
     def path(self) -> pathlib.Path | None:
-        """The folder; None if the flag is not given."""
         return None if self._out.value is None else pathlib.Path(self._out.value)
 
     def open(

@@ -127,7 +127,6 @@ class PartStore(BatchStore):
 
 
 def parts_in(out: pathlib.Path) -> list[tuple[int, pathlib.Path]]:
-    """Return (number, folder) of the parts in a folder, in order."""
     found = [(NAME.fullmatch(path.name), path) for path in out.iterdir()] if out.is_dir() else []
     return sorted((int(match[1]), path) for match, path in found if match)
 
@@ -217,7 +216,6 @@ def read_parts(out: pathlib.Path) -> list[FinishedPart]:
 
 
 def again(folder: pathlib.Path) -> str:
-    """Return what to do with a damaged part."""
     _, index, _, count = folder.name.split("-")
     return f"start its command again (--shard={index}/{count}), which makes what is missing"
 
@@ -242,7 +240,6 @@ def _read(folder: pathlib.Path, shard: Shard, settings: dict) -> FinishedPart:
 
 
 def device_of(parts: list[FinishedPart]) -> str:
-    """Return the devices that made the parts, each kind once."""
     return "; ".join(dict.fromkeys(part.content["environment"]["device"] for part in parts))
 
 

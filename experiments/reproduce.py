@@ -59,8 +59,7 @@ WHERE = {  # files in the working folder that rows name
 FLAGS = CommandFlags(
     "--recipe=learned-demo --dry_run", "recipe checkpoint reference inception rows out dry_run"
 )
-RECIPE = FLAGS.string("recipe", None, f"The table: {', '.join(recipes.names())}.")
-FLAGS.require("recipe")
+RECIPE = FLAGS.string("recipe", None, f"The table: {', '.join(recipes.names())}.", required=True)
 CHECKPOINT = FLAGS.string("checkpoint", None, "Checkpoint of a model of the table.")
 PROMPTS = FLAGS.string("prompts", None, "The table's prompts, for every row.")
 REFERENCE = FLAGS.string("reference", None, "Pictures or statistics of the table's reference.")
@@ -94,7 +93,6 @@ class Step:
         return self.out.is_file() or any((self.out / name).is_file() for name in names)
 
     def line(self) -> str:
-        """Return the command as a user types it."""
         return f"python -m experiments.{self.command} {shlex.join(self.arguments)}"
 
     def run(self) -> int:
@@ -140,7 +138,6 @@ def _flags(given: dict) -> list[str]:
 
 
 def folders(recipe: Recipe, out: Path) -> dict[str, Path]:
-    """Return {row: its folder}."""
     words = lambda row: re.sub(r"\W+", "-", row).strip("-").lower()  # noqa: E731
     return {row: out / f"{i:02d}-{words(row)}" for i, row in enumerate(recipe.content["rows"], 1)}
 

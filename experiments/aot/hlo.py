@@ -51,7 +51,6 @@ class Instruction:
 
     @property
     def operands(self) -> list[str]:
-        """Names, in order."""
         parts = (part.strip() for part in self.literal.split(","))
         named = re.findall(r"%([\w.\-]+)", self.literal)
         return named or [part.split(" ")[-1] for part in parts if part]

@@ -81,7 +81,6 @@ def refused(chip: Chip, batch: int, error: DoesNotFit) -> dict:
 
 
 def learn(asked: LearningStep, chip: Chip) -> dict:
-    """The result of a step of learning."""
     say(f"{chip.name}: compiling a step of {asked.batch_size} images on {asked.mesh}")
     return sized(chip, asked.batch_size, partial(learning.describe, asked, chip))
 

@@ -79,7 +79,6 @@ TAKEN_BY = {
 
 
 def is_small() -> bool:
-    """Whether shapes are cut down."""
     return SIZE.value == "small" or SIZE.value == "auto" and jax.default_backend() == "cpu"
 
 
@@ -163,7 +162,6 @@ def show_timings(name: str) -> int:
 
 
 def write_results(contents: dict) -> None:
-    """Put results into the file of --json, if it is given."""
     if JSON.path:
         told = {"jax": jax.__version__, "command": sys.argv} | contents
         write_text(JSON.path, json.dumps(told, indent=1) + "\n")

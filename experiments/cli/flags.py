@@ -67,7 +67,6 @@ class Settings:
         self.enum = partial(flags.DEFINE_enum, flag_values=self.values)
         self.list = partial(flags.DEFINE_list, flag_values=self.values)
         self.texts = partial(flags.DEFINE_multi_string, flag_values=self.values)  # repeated
-        self.require = partial(flags.mark_flag_as_required, flag_values=self.values)
 
 
 class Group(Settings):

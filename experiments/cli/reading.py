@@ -129,7 +129,6 @@ def allowed(flag: flags.Flag) -> str:
 
 
 def choices(flag: flags.Flag) -> Sequence[str]:
-    """Return all values of an enumeration, and none for other flags."""
     return getattr(flag.parser, "enum_values", None) or ()
 
 

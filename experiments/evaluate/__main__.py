@@ -65,7 +65,9 @@ FLAGS = CommandFlags(
     compiles=True,
 )
 RECIPE = RecipeFlag(FLAGS, "evaluate")
-SAMPLES = FLAGS.string("samples", None, "Pictures to judge: a folder or an npz file.")
+SAMPLES = FLAGS.string(
+    "samples", None, "Pictures to judge: a folder or an npz file.", required=True
+)
 REFERENCE = FLAGS.string("reference", None, "Pictures or statistics that they should be like.")
 FULL = FLAGS.string("full", None, "The same pictures of the full cache, compared one by one.")
 PROTOCOL = FLAGS.enum("protocol", "adm", list(PROTOCOLS), "How pictures are resized.")
@@ -103,7 +105,6 @@ STATISTICS = FLAGS.string(
 FLAGS.heading("Output")
 DISTRIBUTED = DistributedFlag(FLAGS)
 OUT = FolderFlags(FLAGS)
-FLAGS.require("samples")
 FLAGS_OF = {"inception": (PROTOCOL, SPLIT_SIZE, INCEPTION), DEMO: (CLASSIFIER,)}
 AS_SETS = REFERENCE, "serves comparisons with a reference set: give --reference=DIR_OR_NPZ"
 ONE_BY_ONE = FULL, "compares pictures one by one: give --full=DIR"

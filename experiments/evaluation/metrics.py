@@ -255,7 +255,6 @@ def compare_images(
 
 
 def joined(batches: Iterable[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Joins the per-image numbers of all batches."""
     parts = list(batches)
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 

@@ -211,7 +211,6 @@ def _checked(path: str, data: bytes) -> tuple[tuple[int, int], str]:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file."""
     with ordinary.opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -76,11 +76,9 @@ class BudgetParser(ArgumentParser):
     syntactic_help = "a number, or fit"
 
     def parse(self, argument: str | float) -> float | str:
-        """Return it; `ValueError` if it is neither."""
         return argument if argument == budgets.FIT else float(argument)
 
     def flag_type(self) -> str:
-        """Return what the help shows."""
         return "float"
 
 
@@ -137,7 +135,6 @@ class PolicyFlags:
 
     @property
     def is_fitted(self) -> bool:
-        """Whether the budget is what fits."""
         return self._budget.value == budgets.FIT
 
     def sized(

@@ -48,16 +48,6 @@ def dtype_flag(flags: CommandFlags, default: str | None, of: str) -> FlagHolder[
     return flags.enum("dtype", default, sorted(DTYPES), f"Type of {of}{usual}.")
 
 
-def kv_dtype_flag(flags: CommandFlags) -> FlagHolder[str]:
-    return flags.enum(
-        "kv_dtype",
-        None,
-        list(KV_DTYPES),
-        "Type of stored keys and values; default: --dtype. A budget is a fraction of a full cache "
-        "of this type. int8 has a scale per token. What --compare compares with has --dtype.",
-    )
-
-
 class ProgramFlags:
     """--dtype, --weights_dtype, --kv_dtype, --program, --batch_size and, if `mesh` says so, --mesh.
 
@@ -99,7 +89,14 @@ class ProgramFlags:
             "of the transformer's layers, with a scale per output channel. w8a8, fp8: "
             "activations, too, with a scale per row, on chips that multiply such numbers.",
         )
-        self._kv_dtype = kv_dtype_flag(flags)
+        self._kv_dtype = flags.enum(
+            "kv_dtype",
+            None,
+            list(KV_DTYPES),
+            "Type of stored keys and values; default: --dtype. A budget is a fraction of a full "
+            "cache of this type. int8 has a scale per token. What --compare compares with has "
+            "--dtype.",
+        )
         self._define_settings(flags)
 
     def _define_settings(self, flags: CommandFlags) -> None:

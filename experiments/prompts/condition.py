@@ -59,7 +59,6 @@ class TokenizedPrompts(FromPrompts):
         return self.ids.take(index)
 
     def describe(self) -> dict:
-        """Return what decides the images."""
         found = {"kind": self.prompts.kind, "images_per_prompt": self.each}
         return found | ({} if self.ids is None else {"ids": self.ids.describe()})
 
@@ -135,7 +134,6 @@ class Text(FromPrompts):
 
 
 def warn(message: str) -> None:
-    """Print a warning about prompts."""
     print(f"warning: {message}", file=sys.stderr, flush=True)
 
 

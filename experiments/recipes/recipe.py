@@ -48,7 +48,6 @@ DECIDING = {
 
 
 def names() -> list[str]:
-    """Return the names of all recipes."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
@@ -171,7 +170,6 @@ class RecipeFlag:
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe that is given."""
         name = self._flags.flag("recipe").value
         return load(name) if name else None
 

@@ -65,7 +65,6 @@ def refused(error: Exception) -> HTTPException:
 
 
 def ends() -> Refused:
-    """Answer of a server that is ending."""
     return Refused(503, "the server ends: ask another one", retry_after=AGAIN)
 
 
@@ -84,7 +83,6 @@ def event(told: dict) -> str:
 
 
 def answer(error: HTTPException) -> JSONResponse:
-    """The response to a request that is not served."""
     headers = HEADERS | dict(error.headers or {})
     return JSONResponse(content(error), error.status_code, headers=headers)
 

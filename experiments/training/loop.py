@@ -182,7 +182,6 @@ class StageFolder(contextlib.AbstractContextManager):
                 self._events.add_scalar(name, value, entry["step"])
 
     def write_table(self) -> None:
-        """Write the history as history.csv."""
         if hosts.is_first():
             lines = ordinary.read_file(self.path / HISTORY, LARGEST_HISTORY).splitlines()
             curves.write_csv(self.path / "history.csv", lines)

@@ -144,7 +144,6 @@ class TrainingStage:
         return parameters.fill(parameters.abstract(self.network, self.config), params)
 
     def key(self, n: int) -> jax.Array:
-        """Return the random key of step n."""
         return jax.random.fold_in(jax.random.key(self.settings.seed), n)
 
     def pictures(self, n: int) -> tuple[np.ndarray, np.ndarray]:

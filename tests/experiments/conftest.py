@@ -3,6 +3,7 @@ seconds)."""
 
 import functools
 import importlib
+import json
 import sys
 
 import pytest
@@ -39,6 +40,10 @@ def call(capsys, monkeypatch):
         return stop.value.code, captured.out, captured.err
 
     return invoke
+
+
+def report_of(folder, name="report.json") -> dict:
+    return json.loads((folder / name).read_text(encoding="utf-8"))
 
 
 def flags_as_text(value) -> str | None:

@@ -85,22 +85,6 @@ def test_negative_prompts_and_the_encoder_alone(encode, checkpoint, tmp_path):
     assert len(features.load(tmp_path / "f.npz").negative_lens) == 1
 
 
-def test_prompts_on_the_command_line(encode, call, checkpoint, tmp_path):
-    """The same features as from a file; a cut is blamed on the prompt."""
-    status, _, err = encode(
-        f"a cat\n\n{LONG}\n", "--prompt_tokens=9", f"--save={tmp_path / 'f.npz'}"
-    )
-    assert status == 0, err
-    typed = [f"--prompts={text}" for text in ("a cat", " ", LONG)]
-    flags = (f"--checkpoint={checkpoint}", "--prompt_tokens=9", "--negative_prompts=a dog")
-    status, out, err = call("encode_text", *typed, *flags, f"--save={tmp_path / 'g.npz'}")
-    assert status == 0 and "--prompts number 3 has" in err and "1 negative prompts" in out, err
-    one, other = (features.load(tmp_path / name) for name in ("f.npz", "g.npz"))
-    assert one.prompts == other.prompts and (one.kv == other.kv).all()
-    status, _, err = call("encode_text", *flags, f"--save={tmp_path / 'h.npz'}")
-    assert status == 2 and "give --prompts=TEXT or --prompts=FILE" in err
-
-
 REFUSED = {
     "no prompts": (("--prompts=nowhere.txt",), "there is no prompt file"),
     "no encoder": (("--checkpoint=.",), "has no text encoder"),
@@ -110,11 +94,13 @@ REFUSED = {
 }
 
 
-def test_refused_before_the_encoder_is_read(encode, checkpoint, tmp_path):
+def test_refused_before_the_encoder_is_read(encode, call, checkpoint, tmp_path):
     gap = tmp_path / "gap.txt"
     gap.write_text("a dog\n\n")
     status, _, err = encode("a cat\na dog\n", f"--negative_prompts={gap}")
     assert status == 2 and f"{gap}, line 2 is empty" in err and "reading" not in err
+    status, _, err = call("encode_text", f"--checkpoint={checkpoint}", f"--save={gap}.npz")
+    assert status == 2 and "give --prompts=TEXT or --prompts=FILE" in err
     folder = shutil.copytree(checkpoint, tmp_path / "copy") / "text_encoder"
     (folder / "spiece.model").write_bytes(b"no model")
     status, _, err = encode("a cat\n", f"--checkpoint={folder}")

@@ -124,16 +124,6 @@ def test_names_are_refused_before_anything_is_drawn(case, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_any_text_can_be_written(tmp_path):
-    """Halves of surrogate pairs are escaped as JSON has it."""
-    metadata = {"tag": "\ud800", "number": float("inf")}
-    prompts = PromptSet((Prompt("\udcff", "00000", "here", metadata),), PromptFormat.GENEVAL, 1)
-    write_images(tmp_path, prompts, _images(1), 1, seed=0)
-    manifest = json.loads((tmp_path / "manifest.json").read_text(encoding="utf-8"))
-    assert manifest["images"][0]["prompt"] == "\udcff"
-    assert manifest["images"][0]["metadata"] == {"tag": "\ud800", "number": "inf"}
-
-
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals_write_nothing(case, tmp_path):
     kind, images, each, message = REFUSED[case]

@@ -22,17 +22,6 @@ def same(found, expected):
             np.testing.assert_array_equal(found[name][key], array)
 
 
-def test_what_is_there_is_not_drawn_again(tmp_path):
-    """Only gaps are filled, wherever they are."""
-    out = tmp_path / "out"
-    work = runs.interrupted(out)
-    (work / "main-00000002.npz").unlink()
-    drawn, found = runs.finish(runs.store(out))
-    assert drawn == [("main", 2)]
-    same(found, runs.expected())
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
 # --- whose folder it is ---
 
 
@@ -124,14 +113,6 @@ def test_lost_settings_are_restored_from_the_batches(tmp_path, damage):
         assert again.resumed and [list(index) for index in again.missing("full")] == [[2, 3], [4]]
         assert json.loads((work / "settings.json").read_text()) == runs.SETTINGS
     same(runs.finish(runs.store(out))[1], runs.expected())
-
-
-def test_settings_larger_than_any_are_not_read_whole(tmp_path):
-    (tmp_path / "out.partial").mkdir()
-    text = json.dumps(runs.SETTINGS) + " " * 2**24
-    (tmp_path / "out.partial" / "settings.json").write_text(text)
-    with pytest.raises(UserError, match="settings.json is missing or damaged"):
-        runs.store(tmp_path / "out")
 
 
 def test_a_batch_under_another_name_is_drawn_again(tmp_path, monkeypatch):

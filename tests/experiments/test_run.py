@@ -1,6 +1,5 @@
 """`experiments.run` as a user meets it: results, errors, interruption."""
 
-import json
 import re
 import sys
 
@@ -13,17 +12,13 @@ from experiments.evaluation import metrics
 from experiments.run import __main__ as run_module
 from experiments.run import files, results
 from experiments.run.files import Shown
-from tests.experiments.conftest import flags_as_text
+from tests.experiments.conftest import flags_as_text, report_of
 from tests.experiments.html_page import Page
 from varjax import policies
 
 FIELDS = "policy budget policy_args model schedule seed dtype device versions".split()
 KV = ("dense_bytes", "planned_bytes", "allocated_bytes", "fraction", "peak_live_fraction")
 TIME = ("compile_s", "first_run_s", "steady_s_per_image")
-
-
-def report_of(folder):
-    return json.loads((folder / "report.json").read_text(encoding="utf-8"))
 
 
 def test_results(call, checkpoint, tmp_path):
@@ -110,13 +105,6 @@ def test_a_policy_of_my_own(call, checkpoint, tmp_path):
     finally:
         for name in set(policies.POLICIES) - set(before):
             del policies.POLICIES[name]
-
-
-def test_existing_folder_is_kept(call, checkpoint, tmp_path):
-    (tmp_path / "mine.txt").write_text("precious")
-    status, _, err = call("run", checkpoint, f"--out={tmp_path}")
-    assert status == 2 and "--overwrite" in err
-    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
 
 
 BAD = [

@@ -1,7 +1,6 @@
 """`experiments.run` interrupted, on a full disk, beside another run: nothing is lost."""
 
 import errno
-import json
 import os
 import shutil
 import signal
@@ -12,13 +11,10 @@ import pytest
 from experiments.output import BatchStore, written
 from experiments.run import files
 from tests import models_under_test as models
+from tests.experiments.conftest import report_of
 from varjax import policies
 from varjax.generation.api import Generator
 from varjax.storage.atomic import check_new_folder
-
-
-def report_of(folder):
-    return json.loads((folder / "report.json").read_text(encoding="utf-8"))
 
 
 def test_interrupted_run_resumes_without_repeating(call, checkpoint, tmp_path, monkeypatch):

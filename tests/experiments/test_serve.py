@@ -2,7 +2,6 @@
 server itself: tests/serve."""
 
 import importlib
-import socket
 import sys
 import types
 
@@ -42,13 +41,6 @@ def test_keys_that_cannot_be_sent(refused, tmp_path_factory):
         path = tmp_path_factory.mktemp("key") / "key.txt"
         path.write_bytes(content)
         refused("serve", "", "--port=0", f"--api_key={path}")
-
-
-def test_a_port_that_is_taken(refused):
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        refused("serve", "choose another address or port", f"--port={other.getsockname()[1]}")
 
 
 def test_a_server_that_still_compiles_holds_its_port(refused, monkeypatch):

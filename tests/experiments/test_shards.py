@@ -1,13 +1,13 @@
 """Runs and sweeps in parts: joined, they are what one process writes; what is missing, doubled, of
 other flags or edited is refused, and nothing is changed."""
 
-import json
 import shutil
 import zipfile
 
 import pytest
 
 from experiments.parts import Shard
+from tests.experiments.conftest import report_of
 from tests.unfinished_runs import tree
 from varjax.core.errors import UserError
 from varjax.generation.generator import Generator
@@ -20,10 +20,6 @@ def arrays(path):
     """The bytes of each array of an npz file, which also holds the time when it was written."""
     with zipfile.ZipFile(path) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
-
-
-def report(folder, name="report.json"):
-    return json.loads((folder / name).read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 50])
@@ -81,7 +77,7 @@ def test_killed_resumed_and_merged_is_one_run(call, checkpoint, tmp_path, monkey
         assert arrays(out / name) == arrays(whole / name)
     for name in ("grid.png", "compare.png"):
         assert (out / name).read_bytes() == (whole / name).read_bytes()
-    ours, theirs = report(out), report(whole)
+    ours, theirs = report_of(out), report_of(whole)
     assert ours.keys() == theirs.keys() and ours["resumed"] and len(ours["time"]["runs"]) == 2
     assert {n: ours[n] for n in ours if n not in TIMES} == {
         n: theirs[n] for n in theirs if n not in TIMES
@@ -206,7 +202,7 @@ def test_sweep_in_parts_is_one_sweep(call, checkpoint, tmp_path):
     assert call("sweep", *flags, f"--out={whole}")[0] == 0
     assert arrays(out / "samples.npz") == arrays(whole / "samples.npz")
     assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in whole.iterdir())
-    ours, theirs = (without_times(report(f, "sweep.json")) for f in (out, whole))
+    ours, theirs = (without_times(report_of(f, "sweep.json")) for f in (out, whole))
     assert ours == theirs
 
 

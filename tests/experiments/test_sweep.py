@@ -16,6 +16,7 @@ from experiments.sweep import plan, tables
 from experiments.sweep.cells import CellRunner
 from tests import models_under_test as models
 from tests.experiments import made_up_sweep
+from tests.experiments.conftest import report_of
 from varjax.calibration import files as calibration_lib
 from varjax.core.errors import UserError
 from varjax.generation import kept
@@ -27,10 +28,6 @@ FILES = ["fidelity.png", "samples.npz", "sweep.csv", "sweep.json", "sweep.md"]
 
 def file_digest(path):
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def report_of(folder):
-    return json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
 
 
 def test_all_lines_count_the_same_cells(call, checkpoint, tmp_path, monkeypatch):
@@ -78,7 +75,7 @@ def test_table_files_and_resumption(call, checkpoint, tmp_path, monkeypatch, req
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     assert text.strip() in (out / "sweep.md").read_text(encoding="utf-8")
 
-    report = report_of(out)
+    report = report_of(out, "sweep.json")
     assert [(c["label"], c["budget"], c["status"]) for c in report["cells"]] == [
         ("swa", 0.05, "done"),
         ("swa", 1, "done"),
@@ -127,7 +124,7 @@ def test_what_a_policy_decided_is_told(call, checkpoint, tmp_path):
     assert status == 0, err
     run = "--policy=snapkv", "--budget=0.5", f"--out={tmp_path / 'run'}"
     assert call("run", *flags, *run)[0] == 0
-    (cell,) = report_of(tmp_path / "sweep")["cells"]
+    (cell,) = report_of(tmp_path / "sweep", "sweep.json")["cells"]
     with np.load(tmp_path / "sweep" / "samples.npz") as samples:
         found = samples[f"kept/{cell['samples']}"]
     np.testing.assert_array_equal(found, np.asarray(Image.open(tmp_path / "run" / "kept.png")))

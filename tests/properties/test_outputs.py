@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments import batch_files, images, output
+from experiments import batch_files
 from experiments.batch_files import Damaged
 from experiments.prompts import layouts
 from experiments.prompts.sets import KINDS, PromptFormat, read_prompts
 from tests import unfinished_runs as runs
 from tests.properties import mutations
 from varjax.core.errors import UserError
-from varjax.storage.atomic import new_folder, write_text
-from varjax.storage.names import check_distinct, inside
+from varjax.storage.atomic import write_text
+from varjax.storage.names import inside
 
 pillow = pytest.importorskip("PIL.Image", reason="pillow is not installed (extra `eval`)")
 
@@ -138,52 +138,6 @@ def test_damaged_runs(example, draw):
     check_mutated_run_folder(out, draw.draw(st.booleans()))
 
 
-@given(draw=st.data())
-def test_batches_are_read_as_they_were_written_or_not_at_all(example, draw):
-    path = example.folder / "batch.npz"
-    sound = (example.sound[6] / "full-00000000.npz").read_bytes()
-    path.write_bytes(draw.draw(mutations.damaged_bytes(sound) | mutations.damaged_zip(sound)))
-    try:
-        arrays = batch_files.read_batch(path)
-        runs.SERIES["full"].check(0, arrays)
-    except Damaged:
-        return
-    drawn = runs.batch("full", np.arange(2))
-    assert all(np.array_equal(arrays[key], drawn[key]) for key in drawn)
-
-
-# --- folders that --overwrite replaces ------------------------------------------------------------
-
-REPORT = {"policy": "x", "kv": {}, "versions": {}, "files": ["report.json", "grid.png"]}
-RUN_FILES = output.WRITTEN["report.json"]
-ENTRIES = st.sampled_from(
-    [*RUN_FILES, "images", "sweep.csv", "notes.txt", "model.json", ".git", "images2"]
-)
-
-
-@given(report=st.none() | mutations.damaged_json(REPORT), names=st.sets(ENTRIES, max_size=4))
-def test_only_own_folders_are_replaced(tmp_path, report, names):
-    out = mutations.emptied(tmp_path / "place") / "out"
-    out.mkdir()
-    for name in names:
-        (out / name).mkdir() if name == "images" else (out / name).write_bytes(b"x")
-    if report is not None:
-        write_text(out / "report.json", json.dumps(report))
-    before = runs.tree(out)
-    ours = isinstance(report, dict) and {"policy", "kv", "versions"} <= report.keys()
-    listed = report.get("files") if ours else []
-    listed = [name for name in RUN_FILES if isinstance(listed, list) and name in listed]
-    listed = {"report.json", *listed}
-    try:
-        with new_folder(out, replaces=output.written) as folder:
-            (folder / "new").write_bytes(b"")
-    except UserError:
-        assert runs.tree(out) == before and (not ours or names - listed)
-    else:
-        assert runs.tree(out) == {"new": b""}
-        assert not before or (ours and names <= listed)
-
-
 # --- names ----------------------------------------------------------------------------------------
 
 
@@ -199,18 +153,6 @@ def test_names_stay_inside(tmp_path, name):
     (found,) = (p for p in folder.rglob("*") if p.is_file())
     assert found.relative_to(folder / "images").as_posix() == name
     assert not {".", ".."} & set(found.relative_to(folder).parts)
-
-
-@given(names=st.lists(st.text(LETTERS, min_size=1, max_size=3), max_size=4))
-def test_names_that_differ_are_distinct_files(names):
-    try:
-        check_distinct(names)
-    except UserError:
-        assert len({name.casefold() for name in names}) < len(names) or any(
-            not name.isascii() for name in names
-        )
-    else:
-        assert len({name.lower() for name in names}) == len(names)
 
 
 # --- prompt sets ----------------------------------------------------------------------------------
@@ -273,23 +215,3 @@ def test_prompts_that_are_accepted_can_be_written(tmp_path, draw):
     assert all(n.startswith("out/images/") for n in files)
     manifest = json.loads((place / "out/manifest.json").read_text(encoding="utf-8"))
     assert [entry["prompt"] for entry in manifest["images"][::each]] == found.texts
-
-
-# --- captions -------------------------------------------------------------------------------------
-
-
-@given(text=TEXT | st.text(st.sampled_from("Wi \u00ad."), max_size=80), width=st.integers(1, 64))
-def test_captions(text, width):
-    """Bisected, a word has the same beginning as if every length was tried."""
-    from PIL import ImageDraw
-
-    assert images._caption(text, width).shape == (images.CAPTION_HEIGHT, width, 3)
-    draw = ImageDraw.Draw(pillow.new("RGB", (width, 8)))
-    shown = text.encode("latin-1", "replace").decode("latin-1")
-    fits = lambda part: draw.textlength(part) <= width  # noqa: E731
-    for line in images._lines(shown, fits):
-        assert fits(line)
-    word = "".join(shown.split())[:40]
-    if word:
-        beginning = images._lines(word, fits)[0]
-        assert beginning == max((word[:n] for n in range(len(word) + 1) if fits(word[:n])), key=len)

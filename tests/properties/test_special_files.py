@@ -110,17 +110,6 @@ def test_what_is_no_file_is_refused_by_name(tmp_path, monkeypatch, reader, make)
     assert name in str(caught.value), caught.value
 
 
-@pytest.mark.parametrize("most", [4, 5])
-def test_large_files_are_named(tmp_path, most):
-    (tmp_path / "a").write_bytes(b"12345")
-    if most == 5:
-        assert ordinary.read_file(tmp_path / "a", most) == b"12345"
-        return
-    with pytest.raises(OSError, match="more than 4 bytes") as caught:
-        ordinary.read_file(tmp_path / "a", most)
-    assert caught.value.filename == str(tmp_path / "a")
-
-
 def test_temporary_files_follow_no_link(tmp_path, monkeypatch):
     """Neither one at a name that could be guessed, nor one at the very name."""
     victim, made = tmp_path / "victim", tmp_path / "made"

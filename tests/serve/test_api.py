@@ -302,24 +302,6 @@ def test_wrong_edits(client):
     assert_refused(client.post(EDITS, content=b"--b\r\n", headers=broken), 400)
 
 
-def test_a_full_queue(client, service):
-    """All are refused or drawn; who is refused is told when to come again."""
-    answers = []
-    body = {"class": 1, "n": 6}
-    ask = lambda: answers.append(client.post(GENERATIONS, json=body))  # noqa: E731
-    threads = [threading.Thread(target=ask) for _ in range(6)]
-    with busy(service):
-        for thread in threads:
-            thread.start()
-        wait_until(lambda: len(answers) == 5)  # one waits
-    for thread in threads:
-        thread.join()
-    refused = [answer for answer in answers if answer.status_code == 429]
-    assert len(refused) == 5 and all(int(a.headers["retry-after"]) >= 1 for a in refused)
-    assert_refused(refused[0], 429)
-    assert sum(answer.status_code == 200 for answer in answers) == 1
-
-
 def test_a_client_that_vanishes_in_its_body(client, service, address):
     """Nothing is drawn for it, nothing fails, and the server goes on."""
     host, port = address.removeprefix("http://").split(":")

@@ -17,19 +17,17 @@ pytest.importorskip("python_multipart", reason="needs the extra serve")
 from experiments.serve import guard  # noqa: E402
 from experiments.serve.api import make_app  # noqa: E402
 from experiments.serve.guard import EDITS, GENERATIONS  # noqa: E402
-from tests import models_under_test as models  # noqa: E402
 from tests.serve.server import (  # noqa: E402
     JSON,
     KEY,
-    MODEL,
     assert_form,
+    edit_files,
     guarded,
     head,
     post,
     raw,
     service_of,
 )
-from varjax.storage import pictures  # noqa: E402
 
 FORM = "multipart/form-data; boundary=b"
 
@@ -226,18 +224,13 @@ def form(files, fields=(), whole=True):
     return b"".join(parts) + (b"--b--\r\n" if whole else b"")
 
 
-def files_of(mask=None, picture=None):
-    height, width = models.fixture_model(MODEL).pixels
-    if mask is None:
-        mask = np.zeros((height, width), np.uint8)
-        mask[height // 2 :] = 255
-    picture = np.zeros((height, width, 3), np.uint8) if picture is None else picture
-    return {"image": pictures.png(picture), "mask": pictures.png(mask)}
+def small_files():
+    return {name: data for name, (_, data, _) in edit_files()[1].items()}
 
 
 def test_a_form_that_is_cut_off_loses_no_field(address):
     """Wherever it is cut."""
-    whole = form(files_of(), [("class", "1"), ("n", "99"), ("seed", "7")])
+    whole = form(small_files(), [("class", "1"), ("n", "99"), ("seed", "7")])
     assert_form(raw(address, post(EDITS, whole, FORM)), 422, "n")
     last = len(whole) - len(b"--\r\n")
     for cut in (last, last - 2, last - 4, whole.index(b"7\r\n--b--"), whole.index(b'"n"'), 60, 5):
@@ -302,7 +295,7 @@ def test_the_size_is_looked_at_before_pixels(address, monkeypatch):
 
     file = io.BytesIO()
     Image.fromarray(np.zeros((4096, 4096), np.uint16)).save(file, format="PNG")
-    files = files_of() | {"image": file.getvalue()}
+    files = small_files() | {"image": file.getvalue()}
     assert len(files["image"]) < 2**18
     load = lambda self: pytest.fail("decoded")  # noqa: E731
     monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", load)

@@ -15,7 +15,6 @@ from experiments.cli.command_line import run
 from experiments.cli.flags import GONE, CommandFlags
 from tests.often import often
 from varjax import __version__
-from varjax.core.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = '''
@@ -49,9 +48,6 @@ def main(argv):
         raise UserError("label 99 is outside 0..43")
     if FAIL.value == "escapes":
         raise UserError("\\x1b[31mred\\u202e")
-    if FAIL.value == "device":
-        import jax
-        jax.devices()
     if FAIL.value == "missing":
         open("no/such/file")
     if FAIL.value == "full":
@@ -267,16 +263,6 @@ def test_any_text_is_printed(environment):
     assert (found.returncode, found.stdout) == (0, expected), found.stderr
 
 
-def test_required_flag_is_named():
-    own = CommandFlags()
-    own.string("out", None, "where to write", required=True)
-    own.string("source", None, "what to read", required=True)
-    with pytest.raises(UserError, match=r"--out is required \(where to write\).*--help") as refused:
-        own.parse(["needy"])
-    assert "--source is required (what to read)" in str(refused.value)
-    own.parse(["needy", "--out=a", "--source=b"])
-
-
 # --- what surrounds a command ---
 
 
@@ -322,9 +308,3 @@ def test_streams_without_a_buffer_stay_so(environment):
 def test_messages_obey_no_escapes(tiny_here):
     """As a file or a module of somebody else's may hold them."""
     assert tiny_here("--fail=escapes")[2] == "error: \\x1b[31mred\\u202e\n"
-
-
-def test_platforms_that_are_not_there(tiny, environment, monkeypatch):
-    platforms = "cpu,foo"
-    monkeypatch.setitem(environment, "JAX_PLATFORMS", platforms)
-    assert_one_message(tiny("--fail=device"), 2, f"JAX_PLATFORMS={platforms}: one of these")

@@ -30,23 +30,6 @@ def test_features_and_logits():
     np.testing.assert_allclose(alone, features[:1], rtol=1e-5, atol=1e-6)
 
 
-def test_its_normalisation_against_plain_loops():
-    block = Classifier(TINY, rngs=nnx.Rngs(1)).block_1
-    x = np.random.default_rng(1).normal(size=(1, 4, 4, 8)).astype(np.float32)
-    kernel = np.asarray(block.kernel[...])
-    padded = np.pad(x, ((0, 0), (0, 1), (0, 1), (0, 0)))  # "SAME" with stride 2 of an even side
-    made = np.zeros((2, 2, 16))
-    for i in range(2):
-        for j in range(2):
-            window = padded[0, 2 * i : 2 * i + 3, 2 * j : 2 * j + 3]
-            made[i, j] = np.einsum("hwc,hwcd->d", window, kernel)
-    for first in (0, 8):
-        group = made[..., first : first + 8]
-        group -= group.mean()
-        group /= np.sqrt(group.var() + 1e-5)
-    np.testing.assert_allclose(block(jnp.asarray(x))[0], np.maximum(made, 0), atol=2e-5)
-
-
 def test_feature_distance():
     a = np.array([[1.0, 0, 0], [1, 1, 0], [0, 0, 0], [2, 2, 0]])
     b = np.array([[0.0, 1, 0], [1, 1, 0], [0, 0, 0], [1, 1, 0]])

@@ -18,8 +18,8 @@ def network(request):
     return open_lpips(str(recipe.converted(f"lpips-{request.param}")))
 
 
-def test_distances_and_taps(network):
-    """Per layer and in all; the raw activations of one picture; equal pictures have none."""
+def test_distances(network):
+    """Per layer and in all."""
     net, known = network.module.config.net, recipe.arrays("lpips")
     run = jax.jit(network.apply)
     groups = [[i for i in PAIRS[net] if i < 6], [i for i in PAIRS[net] if i >= 6]]
@@ -30,12 +30,6 @@ def test_distances_and_taps(network):
         np.testing.assert_allclose(layers, exact, rtol=5e-5, atol=1e-8)
         total = known[f"{net}_lpips_f32"][group]
         np.testing.assert_allclose(layers.sum(1), total, rtol=2e-5, atol=1e-8)
-    image = jnp.asarray(known["a_0"][None], jnp.float32) / 255
-    activations = jax.jit(lambda module, image: list(module.activations(image)))
-    for number, x in enumerate(activations(network.module, image)):
-        channel, pixel = known[f"{net}_act{number}_strides"]
-        found = np.asarray(x)[0].transpose(2, 0, 1)[::channel, ::pixel, ::pixel]
-        np.testing.assert_allclose(found, known[f"{net}_act{number}"], atol=1e-4)
 
 
 def test_small_pictures_are_refused(network):

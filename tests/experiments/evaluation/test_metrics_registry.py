@@ -1,7 +1,6 @@
 """The list of metrics: what tables, CSV and reports make of it."""
 
 import numpy as np
-import pytest
 
 from experiments.evaluation import metrics
 from experiments.evaluation.metrics import METRICS
@@ -33,20 +32,3 @@ def test_what_a_result_holds_decides_what_is_compared():
     logits = np.random.default_rng(0).normal(size=(2, 5, 4, 2)).astype(np.float32)
     forced = metrics.compare_images({"forced_logits": logits}, {"forced_logits": logits})
     assert list(forced) == ["kl"] and forced["kl"].tolist() == [0, 0]
-
-
-def test_a_new_metric_is_one_entry(monkeypatch):
-    """Its value, its mean and its format follow."""
-    worst = metrics.Metric(
-        key="worst",
-        name="worst pixel",
-        better="lower",
-        shown="{:.2f}",
-        definition="largest difference",
-        compare=lambda a, b: np.abs(a - b).max((1, 2, 3)),
-    )
-    monkeypatch.setitem(metrics.METRICS, "worst", worst)
-    a = np.zeros((2, 16, 16, 3), np.float32)
-    close = metrics.summarize(metrics.compare_images({"images": a}, {"images": a + 0.25}))
-    assert close["worst"] == pytest.approx(0.25) and close["worst_std"] == 0
-    assert worst.show("inf") == "inf" and metrics.definitions()["worst pixel"]

@@ -7,9 +7,8 @@ import sys
 import pytest
 
 from experiments.training import session
-from experiments.training.mesh import AXES, TrainingMesh
+from experiments.training.mesh import TrainingMesh
 from varjax.core.errors import UserError
-from varjax.generation.mesh import by_longest, mesh_spec
 
 
 @pytest.mark.slow
@@ -35,13 +34,6 @@ def test_meshes():
     ):
         with pytest.raises(UserError, match=message):
             TrainingMesh.parse(text, 8)
-
-
-def test_what_is_divided():
-    mesh = TrainingMesh(fsdp=4)
-    names = [by_longest(shape, mesh.fsdp) for shape in ((), (3,), (8,), (8, 32), (3, 3, 6, 12))]
-    specs = [tuple(mesh_spec(name, AXES)) for name in names]
-    assert specs == [(), (), ("fsdp",), (None, "fsdp"), (None, None, None, "fsdp")]
 
 
 def test_batches_that_cannot_be_divided_are_refused(tiny, tmp_path):

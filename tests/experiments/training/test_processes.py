@@ -12,7 +12,7 @@ import pytest
 from tests.experiments import together
 from tests.experiments.training.conftest import _write_discs
 
-MANY = "tests.experiments.training.many"
+MANY = "tests.experiments.many"
 # a codec of one level and without first steps of its own: each of its programs takes seconds
 TINY = (
     "--image_size=4 --settings=patch_nums=1,2,4,vocab_size=32,z_channels=8,ch=8,norm_groups=4,"
@@ -27,7 +27,7 @@ def start(folder, out, each, *flags):
     [(exit status, standard output, standard error)]."""
     port, commands = together.free_port(), []
     for i, own in enumerate(each):
-        command = [MANY, folder / f"notes-{out}-{i}", own.get("when", "0")]
+        command = [MANY, folder / f"notes-{out}-{i}", own.get("when", "0"), "train"]
         if len(each) > 1:
             command += [f"--distributed=127.0.0.1:{port},{len(each)},{i}"]
         command += [f"--data={folder / 'discs.npz'}", f"--out={folder / own.get('out', out)}"]
