@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeAlias
 
+import jax
 from absl.testing import flagsaver
 
 from experiments import processes
@@ -45,11 +46,16 @@ def run(main: Main, argv: Sequence[str] | None = None) -> NoReturn:
     saved = [(values, flagsaver.save_flag_values(values)) for values in own.all_values()]
     try:
         status = _guarded(main, argv, own)
-    except Exception:
-        if hosts.count() == 1:
+    except Exception as error:
+        if _has_no_device(error):
+            told = jax.config.jax_platforms
+            said = "one of these platforms is not installed or has no device: unset it"
+            status = _complain(f"JAX_PLATFORMS={told}: {said}, or install varjax[gpu]", 2)
+        elif hosts.count() == 1:
             raise
-        traceback.print_exc()
-        status = 1
+        else:
+            traceback.print_exc()
+            status = 1
     finally:
         for values, before in saved:
             flagsaver.restore_flag_values(before, values)
@@ -91,6 +97,18 @@ def _guarded(main: Main, argv: list[str], own: CommandFlags) -> int:
         return _complain(f"{reason}: {' -> '.join(paths)}" if paths else reason, 2)
 
 
+def _has_no_device(error: Exception) -> bool:
+    """Whether an error says that there is no device of the platforms that JAX was told to use."""
+    if not jax.config.jax_platforms or "initialize backend" in str(error):
+        return bool(jax.config.jax_platforms)
+    try:
+        jax.devices()
+        return False
+    except Exception:  # each plugin fails in its own way
+        return True
+
+
 def _complain(message: str, status: int) -> int:
+    """Print a message on standard error and return the status."""
     print(f"error: {streams.shown(message)}", file=sys.stderr, flush=True)
     return status

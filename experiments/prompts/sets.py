@@ -14,6 +14,7 @@ it, any other file `lines`.
 """
 
 import enum
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -73,10 +74,12 @@ class PromptSet:
 
     @property
     def texts(self) -> list[str]:
+        """Texts that the encoder reads, prompt by prompt."""
         return [prompt.text for prompt in self.prompts]
 
     @property
     def names(self) -> list[str]:
+        """Names of the prompts in messages, by file and line."""
         return [prompt.where for prompt in self.prompts]
 
 
@@ -141,6 +144,12 @@ def _geneval(path: Path) -> Iterator[Prompt]:
                     f"{prompt.where}: expected an object with {', '.join(_GENEVAL_ENTRIES)}, as in"
                     f" GenEval's evaluation_metadata.jsonl; {name!r} is missing or malformed"
                 )
+        try:  # metadata.jsonl repeats the line, and its readers may be strict
+            json.dumps(entry, allow_nan=False)
+        except ValueError:
+            raise UserError(
+                f"{prompt.where} holds NaN or an infinite number, which JSON lacks"
+            ) from None
         yield replace(prompt, text=_filled(entry["prompt"], prompt.where), metadata=entry)
 
 

@@ -120,6 +120,11 @@ _NO_TAG = json.dumps(GENEVAL[0]).encode() + b'\n{"prompt": "a cow", "include": [
 REFUSED = {
     "nothing": (lambda folder: folder / "no.txt", "auto", "there is no prompt file"),
     "encoding": (_file("f.txt", b"a\nb\xff\n"), "auto", "f.txt, line 2 is not UTF-8"),
+    "geneval nan": (
+        _file("f.jsonl", b'{"tag": "a", "include": [NaN], "prompt": "a"}'),
+        "auto",
+        "f.jsonl, line 1 holds NaN or an infinite number",
+    ),
     "geneval twice": (
         _file("f.jsonl", b'{"tag": "a", "include": [], "prompt": "a", "prompt": "b"}'),
         "auto",

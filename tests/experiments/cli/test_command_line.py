@@ -48,6 +48,9 @@ def main(argv):
         raise UserError("label 99 is outside 0..43")
     if FAIL.value == "escapes":
         raise UserError("\\x1b[31mred\\u202e")
+    if FAIL.value == "device":
+        import jax
+        jax.devices()
     if FAIL.value == "missing":
         open("no/such/file")
     if FAIL.value == "full":
@@ -308,3 +311,9 @@ def test_streams_without_a_buffer_stay_so(environment):
 def test_messages_obey_no_escapes(tiny_here):
     """As a file or a module of somebody else's may hold them."""
     assert tiny_here("--fail=escapes")[2] == "error: \\x1b[31mred\\u202e\n"
+
+
+def test_platforms_that_are_not_there(tiny, environment, monkeypatch):
+    platforms = "cpu,foo"
+    monkeypatch.setitem(environment, "JAX_PLATFORMS", platforms)
+    assert_one_message(tiny("--fail=device"), 2, f"JAX_PLATFORMS={platforms}: one of these")
