@@ -93,9 +93,8 @@ def check_samples(report: dict, samples: dict[str, np.ndarray]) -> None:
         found, full = samples[name], samples[tables.FULL]
         if found.dtype != np.uint8 or found.ndim != 4 or found.shape[-1] != 3 or not found.size:
             raise Damaged(f"{name} is {found.dtype} {found.shape}, no uint8 images are there")
-        kept = samples.get(f"{tables.KEPT}/{name}", found[0])
-        is_picture = kept.dtype == np.uint8 and kept.ndim == 3 and kept.shape[-1] == 3 and kept.size
-        if not is_picture or max(kept.shape) > LARGEST_SIDE:
+        kept = samples.get(f"{tables.KEPT}/{name}")
+        if kept is not None and not _is_picture(kept):
             raise Damaged(f"{tables.KEPT}/{name} is {kept.dtype} {kept.shape}, no picture")
         if max(found.shape[1:3]) > LARGEST_SIDE:
             raise Damaged(f"{name} has shape {found.shape}: sides are at most {LARGEST_SIDE}")
@@ -106,3 +105,8 @@ def check_samples(report: dict, samples: dict[str, np.ndarray]) -> None:
     for cell in done:
         if any(len(numbers) != len(full) for numbers in cell["samples_fidelity"].values()):
             raise Damaged(f"{len(full)} images of {cell['label']}, other counts in {REPORT}")
+
+
+def _is_picture(array: np.ndarray) -> bool:
+    rgb = array.dtype == np.uint8 and array.ndim == 3 and array.shape[-1] == 3
+    return rgb and 0 < array.size and max(array.shape) <= LARGEST_SIDE
