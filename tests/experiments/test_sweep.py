@@ -47,8 +47,7 @@ def test_table_files_and_resumption(call, checkpoint, tmp_path, monkeypatch, req
     policies = "--policies=swa,streaming:sinks=5"
     flags = (checkpoint, "--labels=3,7,7", "--batch_size=2", "--segments=1", "--samples=2")
     flags += ("--save_kept",)
-    to = f"--out={out}"
-    budgets = "--budgets=0.05,1"  # five sinks need more than 5 %
+    to, budgets = f"--out={out}", "--budgets=0.05,1"  # five sinks need more than 5 %
     start, ran, plans = Generator._start, [], {}
 
     def counts(self, *args, **options):

@@ -149,8 +149,8 @@ class Generator:
         progress: bool | Callable[[int, int], None] = False,
         as_pil: bool = False,
     ) -> np.ndarray | list:
-        """One image per label or prompt: float32 [N, H, W, 3], RGB in [0, 1]. Image i depends on
-        (seed, i, its label or prompt) only. The rest is as in `varjax.generate`."""
+        """One image per label or prompt, as in `varjax.generate`: float32 [N, H, W, 3], RGB in
+        [0, 1], or pictures. Image i depends on (seed, i, its label or prompt) only."""
         check_seed(seed)
         if arguments.flag("as_pil", as_pil):
             pictures.pillow()  # missing, it is said before anything is compiled
@@ -165,10 +165,9 @@ class Generator:
                 self.compile(condition.take(self._padded(first)))
         images = []
         for index, results in self.batches(condition, seed=seed):
-            images.append(results["images"])
+            images += pictures.to_pil(results["images"]) if as_pil else [results["images"]]
             report(int(index[-1]) + 1, len(condition))
-        found = np.concatenate(images)
-        return pictures.to_pil(found) if as_pil else found
+        return images if as_pil else np.concatenate(images)
 
     def kept(
         self,
@@ -179,8 +178,7 @@ class Generator:
         prompt_ids: PromptIds | Sequence[Sequence[int]] | None = None,
         seed: int = 0,
     ) -> Bool[np.ndarray, "B K L N T"]:
-        """The tokens that heads hold when each scale or stage starts (`generation.kept`), of the
-        images that a call draws."""
+        """The tokens of a call's images that heads hold when each scale or stage starts."""
         given = {"labels": labels, "prompts": prompts, "text_features": text_features}
         return of_images(self, given | {"prompt_ids": prompt_ids}, seed)
 
